@@ -6,6 +6,7 @@ import gc
 gc.disable()  # until all tests are collected: importing torch takes a fifth longer with garbage collection
 
 import importlib
+import inspect
 import os
 import signal
 import sys
@@ -66,6 +67,15 @@ COSTLY = (
     "faults/",
 )
 """Files and folders of long tests. xdist starts with them, so that none of them runs alone at the end."""
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run a test marked `cases` once for each row, whose values are those of the first parameters of the test."""
+    for mark in metafunc.definition.iter_markers("cases"):
+        names, first = list(inspect.signature(metafunc.function).parameters), mark.args[0]
+        row = first.values if hasattr(first, "values") and not isinstance(first, dict) else first
+        count = len(row) if isinstance(row, tuple) else 1
+        metafunc.parametrize(names[:count] if count > 1 else names[0], mark.args, **mark.kwargs)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

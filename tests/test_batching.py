@@ -61,13 +61,10 @@ def test_workers_are_numbered_over_both_kinds_of_shards() -> None:
     assert {plan.num_data_ranks for plan in plans} == {6}
 
 
-@pytest.mark.parametrize(
-    ("batch_size", "accumulation", "world_size", "remedy"),
-    [
-        (10, 4, 1, "batch_size=8 or batch_size=12"),
-        (3, 2, 2, "batch_size=4"),
-        (100, 1, 3, "batch_size=99 or batch_size=102"),
-    ],
+@pytest.mark.cases(
+    (10, 4, 1, "batch_size=8 or batch_size=12"),
+    (3, 2, 2, "batch_size=4"),
+    (100, 1, 3, "batch_size=99 or batch_size=102"),
 )
 def test_a_batch_that_does_not_divide_is_refused(batch_size, accumulation, world_size, remedy):
     with pytest.raises(ConfigError) as refused:

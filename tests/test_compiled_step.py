@@ -40,13 +40,10 @@ def trained(directory: Path, *overrides: str, **options: Any) -> TrainedRun:
     return train_in(directory, build_composed_run(*overrides), **options)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "nesterov",
-        "adam",
-        *(pytest.param(n, marks=pytest.mark.slow) for n in ("sgd", "adamw", "groups", "nadam", "rmsprop")),
-    ],
+@pytest.mark.cases(
+    "nesterov",
+    "adam",
+    *(pytest.param(n, marks=pytest.mark.slow) for n in ("sgd", "adamw", "groups", "nadam", "rmsprop")),
 )
 def test_the_weights_are_those_of_a_plain_loop(name: str, tmp_path: Path) -> None:
     """With clipping, in float64, where only the order of sums differs; Adam and its like divide by small gradients."""
@@ -184,13 +181,10 @@ def test_modes_that_compute_a_step_together_are_refused_before_they_start(option
     assert (refusal.value.key, refusal.value.got) == ("compile", "step")
 
 
-@pytest.mark.parametrize(
-    ("options", "key"),
-    [
-        (("optimizer=muon",), "compile"),
-        (("optimizer=torch", "optimizer.name=Adafactor"), "compile"),
-        (("optimizer=torch", "optimizer.name=SGD", "+optimizer.options.momentum=0.9"), "optimizer.name"),
-    ],
+@pytest.mark.cases(
+    (("optimizer=muon",), "compile"),
+    (("optimizer=torch", "optimizer.name=Adafactor"), "compile"),
+    (("optimizer=torch", "optimizer.name=SGD", "+optimizer.options.momentum=0.9"), "optimizer.name"),
     ids=str,
 )
 def test_optimizers_that_cannot_be_compiled_are_refused(

@@ -151,16 +151,13 @@ def test_by_default_data_workers_have_their_own_cores(
     assert default_threads(torch.device("cpu"), workers) == 8
 
 
-@pytest.mark.parametrize(
-    ("device", "processes", "threads", "workers", "expected"),
-    [
-        ("cpu", 1, 2, 0, ""),
-        ("cpu", 1, 1, 1, ""),
-        ("cuda", 1, 2, 1, ""),  # with a GPU, only one thread per process counts
-        ("cpu", 1, 2, 1, "1 process with 2 compute threads and 1 data worker: 3 threads"),
-        ("cpu", 1, 1, 3, "1 process with 1 compute thread and 3 data workers: 4 threads"),
-        ("cpu", 3, 1, 0, "3 processes with 1 compute thread: 3 threads"),
-    ],
+@pytest.mark.cases(
+    ("cpu", 1, 2, 0, ""),
+    ("cpu", 1, 1, 1, ""),
+    ("cuda", 1, 2, 1, ""),  # with a GPU, only one thread per process counts
+    ("cpu", 1, 2, 1, "1 process with 2 compute threads and 1 data worker: 3 threads"),
+    ("cpu", 1, 1, 3, "1 process with 1 compute thread and 3 data workers: 4 threads"),
+    ("cpu", 3, 1, 0, "3 processes with 1 compute thread: 3 threads"),
 )
 def test_more_threads_than_cores_are_reported(
     device: str, processes: int, threads: int, workers: int, expected: str, monkeypatch: pytest.MonkeyPatch
@@ -172,18 +169,15 @@ def test_more_threads_than_cores_are_reported(
         assert oversubscription(torch.device(device), workers).partition(" compete for 2 cores")[0] == expected
 
 
-@pytest.mark.parametrize(
-    ("threads", "seconds", "waited", "advised"),
-    [
-        (2, 10.0, 16.0, "1.6 were waiting for one on average for 10 s; fewer may be faster: device.threads=1"),
-        (16, 10.0, 9.0, "0.9 were waiting for one on average for 10 s; fewer may be faster: device.threads=15"),
-        (2, 10.0, 1.0, ""),  # a quiet machine
-        (1, 10.0, 9.0, ""),  # there is nothing to type
-        (2, 2.0, 2.0, ""),  # too short to know
-    ],
+@pytest.mark.cases(
+    (2, 10.0, 16.0, "1.6 were waiting for one on average for 10 s; fewer may be faster: device.threads=1"),
+    (16, 10.0, 9.0, "0.9 were waiting for one on average for 10 s; fewer may be faster: device.threads=15"),
+    (2, 10.0, 1.0, ""),  # a quiet machine
+    (1, 10.0, 9.0, ""),  # there is nothing to type
+    (2, 2.0, 2.0, ""),  # too short to know,
 )
 def test_a_busy_machine_is_noticed_once_while_training(
-    monkeypatch: pytest.MonkeyPatch, threads: int, seconds: float, waited: float, advised: str
+    threads: int, seconds: float, waited: float, advised: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     periods = [0, 0, 1, 2]
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)

@@ -123,13 +123,10 @@ def test_decay_norms_false_exempts_norms_and_biases_unless_a_pattern_matches() -
     ]
 
 
-@pytest.mark.parametrize(
-    ("options", "key", "got"),
-    [
-        ({"groups": {"3": {"lr": 0.1}}}, "optimizer.groups", "3"),
-        ({"groups": {"*": {"lr": 0.1}, "2": {"lr": 0.2}}}, "optimizer.groups", "2"),
-        ({"layer_decay": 0.5}, "optimizer.layer_decay", 0.5),
-    ],
+@pytest.mark.cases(
+    ({"groups": {"3": {"lr": 0.1}}}, "optimizer.groups", "3"),
+    ({"groups": {"*": {"lr": 0.1}, "2": {"lr": 0.2}}}, "optimizer.groups", "2"),
+    ({"layer_decay": 0.5}, "optimizer.layer_decay", 0.5),
 )
 def test_groups_without_parameters_are_refused(options: dict[str, Any], key: str, got: object) -> None:
     """`layer_decay` is refused, too, because the network lists no blocks."""
@@ -148,13 +145,10 @@ def test_a_pipeline_stage_has_the_parameter_groups_of_the_whole_model() -> None:
     assert learning_rates(optimizer) == {"lr": 0.1, "lr/0": 0.3}
 
 
-@pytest.mark.parametrize(
-    ("options", "key"),
-    [
+@pytest.mark.cases(
         ({"name": "Adagrab"}, "name"), ({"name": "LBFGS"}, "name"), ({"name": "Muon"}, "name"),
         ({"options": {"lr_decoy": 0.1}}, "options.lr_decoy"), ({"options": {"lr": 0.1}}, "options.lr"),
         ({"options": {"lr_decay": -1.0}}, "options"), ({"name": "Rprop", "weight_decay": 0.1}, "weight_decay"),
-    ],
 )  # fmt: skip
 def test_what_a_named_optimizer_does_not_take_is_refused_by_key(options: dict[str, Any], key: str) -> None:
     with pytest.raises(ConfigError) as refused:

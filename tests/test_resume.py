@@ -64,18 +64,15 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return run_outcome(train(tmp_path_factory.mktemp("whole"), *SHORT).directory)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "steps"),
-    [
-        (("optimizer=sgd",), range(1, STEPS)),
-        (("optimizer=adamw", "max_grad_norm=0.5"), (1, 6, 13)),
-        (("optimizer=adam", "optimizer.fused=false", "channels_last=false"), (3,)),
-        (("optimizer=sgd", "optimizer.momentum=0"), (4,)),
-        (("precision=bf16",), (2, 8)),
-        (("precision=16",), (7,)),
-        (("precision=64",), (9,)),
-        (("deterministic=true", "schedule=cosine", "schedule.warmup=0.3"), (2, 11)),
-    ],
+@pytest.mark.cases(
+    (("optimizer=sgd",), range(1, STEPS)),
+    (("optimizer=adamw", "max_grad_norm=0.5"), (1, 6, 13)),
+    (("optimizer=adam", "optimizer.fused=false", "channels_last=false"), (3,)),
+    (("optimizer=sgd", "optimizer.momentum=0"), (4,)),
+    (("precision=bf16",), (2, 8)),
+    (("precision=16",), (7,)),
+    (("precision=64",), (9,)),
+    (("deterministic=true", "schedule=cosine", "schedule.warmup=0.3"), (2, 11)),
     ids=lambda value: "-".join(value) if isinstance(value, tuple) and isinstance(value[0], str) else "",
 )
 def test_resume_after_stops_is_bitwise_exact(overrides: tuple[str, ...], steps: Any, tmp_path: Path) -> None:
@@ -188,13 +185,10 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[TrainedRun, dict[
     return train(root / "stopped", *UNCHANGED, signalled=6), wanted
 
 
-@pytest.mark.parametrize(
-    ("changes", "tolerance"),
-    [
-        (("log_every=2", "eval_every=4", "save_every=3", "keep=1", "profiler=simple"), 0),
-        *[(("channels_last=false",), 1e-5), (("accumulation=4", "optimizer.fused=false"), 1e-5)],
-        *[(("precision=64",), 1e-4), (("precision=bf16",), 0.2), (("precision=16",), 0.2)],
-    ],
+@pytest.mark.cases(
+    (("log_every=2", "eval_every=4", "save_every=3", "keep=1", "profiler=simple"), 0),
+    *[(("channels_last=false",), 1e-5), (("accumulation=4", "optimizer.fused=false"), 1e-5)],
+    *[(("precision=64",), 1e-4), (("precision=bf16",), 0.2), (("precision=16",), 0.2)],
     ids=str,
 )
 def test_resume_with_changed_options_stays_within_tolerance(

@@ -26,20 +26,17 @@ def session_of(*overrides: str) -> Session:
     return compose.prepare_session(compose.build_composed_run(*compose.TINY_CPU, *overrides))
 
 
-@pytest.mark.parametrize(
-    ("overrides", "steps"),
-    [
-        (["epochs=1", "batch_size=64"], 23),  # 22.47 batches see every sample
-        (["epochs=2", "batch_size=64"], 45),  # 44.94 batches: a batch may span two epochs, so that all are full
-        (["epochs=20", "batch_size=64"], 450),
-        (["epochs=0.5", "batch_size=64"], 12),
-        (["epochs=0.0001", "batch_size=64"], 1),
-        (["epochs=3", "batch_size=719"], 6),  # exactly two batches per epoch
-        (["epochs=1", "batch_size=1438"], 1),
-        (["epochs=0.1", "batch_size=1"], 144),
-        (["epochs=20", "steps=7"], 7),  # `steps` overrides `epochs`
-        (["epochs=null", "steps=7"], 7),
-    ],
+@pytest.mark.cases(
+    (["epochs=1", "batch_size=64"], 23),  # 22.47 batches see every sample
+    (["epochs=2", "batch_size=64"], 45),  # 44.94 batches: a batch may span two epochs, so that all are full
+    (["epochs=20", "batch_size=64"], 450),
+    (["epochs=0.5", "batch_size=64"], 12),
+    (["epochs=0.0001", "batch_size=64"], 1),
+    (["epochs=3", "batch_size=719"], 6),  # exactly two batches per epoch
+    (["epochs=1", "batch_size=1438"], 1),
+    (["epochs=0.1", "batch_size=1"], 144),
+    (["epochs=20", "steps=7"], 7),  # `steps` overrides `epochs`
+    (["epochs=null", "steps=7"], 7),
 )
 def test_steps_follow_from_epochs(overrides: list[str], steps: int) -> None:
     assert session_of(*overrides).num_steps == steps
@@ -76,15 +73,12 @@ def test_a_workload_without_epochs_needs_steps() -> None:
     assert compose.prepare_session(dataclasses.replace(run, steps=5)).eval_every == 1
 
 
-@pytest.mark.parametrize(
-    ("overrides", "every"),
-    [
-        (["batch_size=64"], 23),
-        (["batch_size=719"], 2),
-        (["batch_size=64", "steps=1000"], 23),  # an epoch of the data, however long the run is
-        (["eval_every=0", "save_every=0"], 0),
-        (["eval_every=5", "save_every=5"], 5),
-    ],
+@pytest.mark.cases(
+    (["batch_size=64"], 23),
+    (["batch_size=719"], 2),
+    (["batch_size=64", "steps=1000"], 23),  # an epoch of the data, however long the run is
+    (["eval_every=0", "save_every=0"], 0),
+    (["eval_every=5", "save_every=5"], 5),
 )
 def test_evaluations_and_checkpoints_come_once_an_epoch_by_default(overrides: list[str], every: int) -> None:
     session = session_of(*overrides)
@@ -100,12 +94,9 @@ def test_a_batch_larger_than_the_data_is_refused() -> None:
     assert session_of(f"batch_size={SAMPLES}", "epochs=4").num_steps == 4
 
 
-@pytest.mark.parametrize(
-    "typed",
-    [
-        *("optimizer=[adam,adamw]", "workload=[classifier,classifier]", "env=acrobot", "++env.num_envs=4"),
-        *("workload=dqn data=synthetic", "workload=dqn data.crop=2"),
-    ],
+@pytest.mark.cases(
+    *("optimizer=[adam,adamw]", "workload=[classifier,classifier]", "env=acrobot", "++env.num_envs=4"),
+    *("workload=dqn data=synthetic", "workload=dqn data.crop=2"),
 )
 def test_an_option_that_would_be_ignored_is_refused(typed: str) -> None:
     """Hydra would merge several options of a group, and accept those of a group that the workload does not use."""

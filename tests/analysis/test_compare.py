@@ -221,13 +221,10 @@ def test_control_characters_are_escaped_and_symbolic_links_are_not_followed(
     assert "\\|" in compared(capsys, sweep, "--markdown")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "why"),
-    [
-        (["~nobody-of-this-name/x"], "PATH: got '~nobody-of-this-name/x': there is no such directory\n  name a run"),
-        (["empty"], "PATH: got 'empty': it contains no run\n  name a run directory"),
-        (["sweep", "--metric", "accuracies"], "--metric: got 'accuracies': no run that is done has this metric;\n"),
-    ],
+@pytest.mark.cases(
+    (["~nobody-of-this-name/x"], "PATH: got '~nobody-of-this-name/x': there is no such directory\n  name a run"),
+    (["empty"], "PATH: got 'empty': it contains no run\n  name a run directory"),
+    (["sweep", "--metric", "accuracies"], "--metric: got 'accuracies': no run that is done has this metric;\n"),
 )
 def test_invalid_paths_and_options_are_refused(
     arguments: list[str], why: str, sweep: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

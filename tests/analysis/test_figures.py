@@ -237,12 +237,9 @@ def test_several_sweeps_are_plotted_together_in_their_common_directory(
     assert (tmp_path / "name" / "plots" / "modes.png").is_file()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "why"),
-    [
-        (["crashed"], "PATH: got 'crashed': none of its runs is done\n"),
-        (["sweep", "--out", "file"], "--out: got 'file': nothing can be written there (it is not a directory)\n"),
-    ],
+@pytest.mark.cases(
+    (["crashed"], "PATH: got 'crashed': none of its runs is done\n"),
+    (["sweep", "--out", "file"], "--out: got 'file': nothing can be written there (it is not a directory)\n"),
 )
 def test_what_cannot_be_plotted_is_refused(
     arguments: list[str], why: str, sweep: Sweep, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -58,15 +58,12 @@ def test_runs_are_listed_by_date_with_their_numbers(outputs: Path, capsys: pytes
     assert lines[-1].split()[-4:] == ["12", "eval/accuracy", "0.95", "outputs/other/new"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "wanted"),
-    [
-        (["--status", "crashed,killed"], ["killed", "001-b"]),
-        (["--older", "4d"], ["old", "killed"]),
-        (["--older", "60h", "--status", "done"], ["old", "000-a"]),
-        (["outputs/sweeps"], ["000-a", "001-b"]),
-        (["outputs/other/new"], ["new"]),
-    ],
+@pytest.mark.cases(
+    (["--status", "crashed,killed"], ["killed", "001-b"]),
+    (["--older", "4d"], ["old", "killed"]),
+    (["--older", "60h", "--status", "done"], ["old", "000-a"]),
+    (["outputs/sweeps"], ["000-a", "001-b"]),
+    (["outputs/other/new"], ["new"]),
 )
 def test_filters_select_the_listed_runs(
     arguments: list[str], wanted: list[str], outputs: Path, capsys: pytest.CaptureFixture[str]
@@ -104,15 +101,12 @@ def test_config_directories_and_symbolic_links_are_not_listed_as_runs(
     assert len(names(capsys)) == 5
 
 
-@pytest.mark.parametrize(
-    ("arguments", "why"),
-    [
-        (["--status", "done,crahsed"], "--status: got 'crahsed': there is no such status\n  did you mean crashed?"),
-        (["--older", "soon"], "--older: got 'soon': it is not a duration\n  a number and s, m, h, d or w"),
-        (["--older=-1d"], "--older: got '-1d'"),
-        (["x" * 300], "PATH: got 'xxx"),
-        (["--clean"], "--clean: there is no such flag;"),
-    ],
+@pytest.mark.cases(
+    (["--status", "done,crahsed"], "--status: got 'crahsed': there is no such status\n  did you mean crashed?"),
+    (["--older", "soon"], "--older: got 'soon': it is not a duration\n  a number and s, m, h, d or w"),
+    (["--older=-1d"], "--older: got '-1d'"),
+    (["x" * 300], "PATH: got 'xxx"),
+    (["--clean"], "--clean: there is no such flag;"),
 )
 def test_invalid_arguments_are_refused(
     arguments: list[str], why: str, outputs: Path, capsys: pytest.CaptureFixture[str]

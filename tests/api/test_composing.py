@@ -49,16 +49,13 @@ def test_a_program_that_uses_hydra_itself_can_compose() -> None:
         assert hydra_compose("config", ["name=test", "seed=3"])["seed"] == 3
 
 
-@pytest.mark.parametrize(
-    ("words", "key"),
-    [
-        (["seeed=1"], "seeed"),
-        (["--cfgg"], "--cfgg"),
-        (["resume=nowhere"], "resume"),
-        (["name=${nothing}"], "name"),
-        ("parallel=ddp", "overrides"),
-        ([3], "overrides"),
-    ],
+@pytest.mark.cases(
+    (["seeed=1"], "seeed"),
+    (["--cfgg"], "--cfgg"),
+    (["resume=nowhere"], "resume"),
+    (["name=${nothing}"], "name"),
+    ("parallel=ddp", "overrides"),
+    ([3], "overrides"),
 )
 def test_mistakes_are_config_errors_that_name_the_key(words: list[str], key: str) -> None:
     with pytest.raises(runner.ConfigError) as error:

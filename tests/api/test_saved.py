@@ -139,15 +139,12 @@ def test_evaluation_of_a_saved_dqn_run_is_exact() -> None:
     assert runner.load(str(result.directory)).evaluate("last") == result.evaluation
 
 
-@pytest.mark.parametrize(
-    ("overrides", "key"),
-    [
-        (["resume=auto"], "resume"),
-        ("data.size=16", "overrides"),
-        (["env=acrobot"], "env"),
-        (["data.size=16"], "data.size=16"),
-        (["model.hidden=7"], "model.hidden=7"),
-    ],
+@pytest.mark.cases(
+    (["resume=auto"], "resume"),
+    ("data.size=16", "overrides"),
+    (["env=acrobot"], "env"),
+    (["data.size=16"], "data.size=16"),
+    (["model.hidden=7"], "model.hidden=7"),
 )
 def test_invalid_evaluations_are_config_errors_that_name_the_key(
     overrides: list[str] | str, key: str, run: runner.SavedRun

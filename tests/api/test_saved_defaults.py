@@ -144,14 +144,11 @@ def test_a_download_has_to_be_typed_again(run: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "elsewhere").exists()
 
 
-@pytest.mark.parametrize(
-    ("node", "key", "value"),
-    [
-        ("tracking.remote_backends.MLflow", "uri", "http://localhost:1"),
-        ("tracking.remote_backends.Wandb", "mode", "online"),
-        ("env.base.Env", "id", "mine:Game-v0"),
-        ("optimizer.SGD", "lr", "${oc.env:LR}"),
-    ],
+@pytest.mark.cases(
+    ("tracking.remote_backends.MLflow", "uri", "http://localhost:1"),
+    ("tracking.remote_backends.Wandb", "mode", "online"),
+    ("env.base.Env", "id", "mine:Game-v0"),
+    ("optimizer.SGD", "lr", "${oc.env:LR}"),
 )
 def test_what_is_not_trusted_has_to_be_typed_again(
     node: str, key: str, value: str, run: Path, monkeypatch: pytest.MonkeyPatch

@@ -16,13 +16,10 @@ def parser() -> Parser:
     return made
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["out/a", "seed=1", "~debug", "--json", "--checkpoint", "7"],
-        ["--json", "out/a", "--checkpoint=7", "seed=1", "~debug"],
-        ["--checkpoint", "7", "out/a", "seed=1", "--json", "~debug"],
-    ],
+@pytest.mark.cases(
+    ["out/a", "seed=1", "~debug", "--json", "--checkpoint", "7"],
+    ["--json", "out/a", "--checkpoint=7", "seed=1", "~debug"],
+    ["--checkpoint", "7", "out/a", "seed=1", "--json", "~debug"],
 )
 def test_flags_may_stand_anywhere(words: list[str]) -> None:
     options = parser().parsed(words)
@@ -30,16 +27,13 @@ def test_flags_may_stand_anywhere(words: list[str]) -> None:
     assert (options.json, options.checkpoint, options.config_dir) == (True, "7", None)
 
 
-@pytest.mark.parametrize(
-    ("words", "key", "remedy"),
-    [
-        (["out/a", "--jsn"], "--jsn", "did you mean --json?"),
-        (["out/a", "--nope=3"], "--nope", "choose from: --checkpoint, --config-dir, --help, --json"),
-        (["out/a", "--seed=1"], "--seed", "without dashes: seed=1"),
-        (["out/a", "--name=a b"], "--name", "without dashes: 'name=a b'"),
-        (["out/a", "--lr", "1"], "--lr", "type optimizer.lr=…"),
-        ([], "the following arguments are required", "python -m runner evaluate --help explains it"),
-    ],
+@pytest.mark.cases(
+    (["out/a", "--jsn"], "--jsn", "did you mean --json?"),
+    (["out/a", "--nope=3"], "--nope", "choose from: --checkpoint, --config-dir, --help, --json"),
+    (["out/a", "--seed=1"], "--seed", "without dashes: seed=1"),
+    (["out/a", "--name=a b"], "--name", "without dashes: 'name=a b'"),
+    (["out/a", "--lr", "1"], "--lr", "type optimizer.lr=…"),
+    ([], "the following arguments are required", "python -m runner evaluate --help explains it"),
 )
 def test_a_mistake_is_refused_with_a_suggestion(words: list[str], key: str, remedy: str) -> None:
     with pytest.raises(ConfigError) as refusal:
@@ -57,13 +51,10 @@ def test_every_subcommand_refuses_an_unknown_flag_and_has_a_help(name: str, caps
     assert (end.value.code, capsys.readouterr().out.startswith(f"usage: python -m runner {name}")) == (0, True)
 
 
-@pytest.mark.parametrize(
-    ("error", "code", "words"),
-    [
-        (ConfigError("data.token", "s3cret", "it is too short", "data.token=TOKEN"), 2, "data.token: got '***': it is"),
-        (OSError("https://ann:s3cret@host/x: no answer"), 1, "OSError: https://ann:***@host/x: no answer"),
-        (KeyboardInterrupt("s3cret"), 130, "interrupted"),
-    ],
+@pytest.mark.cases(
+    (ConfigError("data.token", "s3cret", "it is too short", "data.token=TOKEN"), 2, "data.token: got '***': it is"),
+    (OSError("https://ann:s3cret@host/x: no answer"), 1, "OSError: https://ann:***@host/x: no answer"),
+    (KeyboardInterrupt("s3cret"), 130, "interrupted"),
 )
 def test_an_error_of_a_subcommand_is_its_exit_code_and_is_printed_without_secrets(
     error: BaseException, code: int, words: str, capsys: pytest.CaptureFixture[str]

@@ -23,18 +23,15 @@ def test_the_last_choice_of_a_group_counts_and_deleted_keys_are_left_out() -> No
     assert yaml.safe_load(text) == {"defaults": [{"override /optimizer": "adam"}, "_self_"]}
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ["++seed=4", "steps=null", "name="],
-        ["experiment=[ten_epochs,dqn_mountaincar]"],
-        ["experiment=ten_epochs", "debug=smoke", "seed=3"],
-        ["workload=dqn", "~model", "~ema", "precision='16'", "+x=[1,2]", "name='a, b'"],
-        ["tracking=[tensorboard,csv]"],
-        ["model=resnet18", "model.freeze=[stem]", "optimizer={lr: 0.3}"],
-        ["workload=dqn", "env.id=a/B-v1", "+env.options={a: 1, b: 'x'}"],
-        ["data=imagefolder", "data.root=/data/run #1", "name=007"],
-    ],
+@pytest.mark.cases(
+    ["++seed=4", "steps=null", "name="],
+    ["experiment=[ten_epochs,dqn_mountaincar]"],
+    ["experiment=ten_epochs", "debug=smoke", "seed=3"],
+    ["workload=dqn", "~model", "~ema", "precision='16'", "+x=[1,2]", "name='a, b'"],
+    ["tracking=[tensorboard,csv]"],
+    ["model=resnet18", "model.freeze=[stem]", "optimizer={lr: 0.3}"],
+    ["workload=dqn", "env.id=a/B-v1", "+env.options={a: 1, b: 'x'}"],
+    ["data=imagefolder", "data.root=/data/run #1", "name=007"],
     ids=" ".join,
 )
 def test_a_written_experiment_composes_to_the_config_of_its_overrides(overrides: list[str], tmp_path: Path) -> None:

@@ -24,25 +24,22 @@ def test_a_hydra_key_is_refused_with_any_prefix(word: str, prefix: str) -> None:
     assert refusal.value.key == f"{prefix}{word}".partition("=")[0]
 
 
-@pytest.mark.parametrize(
-    ("typed", "wanted"),
-    [
-        ("precision=16", "precision='16'"),
-        ("tracking=-5.0e+16", "tracking='-5.0e+16'"),
-        ("tracking=true,.5", "tracking='true','.5'"),
-        ("precision=16,32,bf16", "precision='16','32',bf16"),
-        ("+accumulation=4", "+accumulation='4'"),
-        ("accumulation.steps=4", "accumulation.steps=4"),
-        ("debug=null", "~debug"),
-        ("name=a b", "name='a b'"),
-        ("name=it's", r"name='it\'s'"),
-        ("name=${seed}-x", "name=${seed}-x"),
-        ("output_root=/a b/ü=,c", "output_root='/a b/ü=,c'"),
-        ("resume=outputs/a/000-seed=1,lr=2", "resume='outputs/a/000-seed=1,lr=2'"),
-        ("data.inputs=[1_0, 1.10 ,on,null,'007',a b]", "data.inputs=['1_0', '1.10' ,on,'null','007',a b]"),
-        ("data.file=my table (1).csv", "data.file='my table (1).csv'"),
-        ("~seed", "~seed"),
-    ],
+@pytest.mark.cases(
+    ("precision=16", "precision='16'"),
+    ("tracking=-5.0e+16", "tracking='-5.0e+16'"),
+    ("tracking=true,.5", "tracking='true','.5'"),
+    ("precision=16,32,bf16", "precision='16','32',bf16"),
+    ("+accumulation=4", "+accumulation='4'"),
+    ("accumulation.steps=4", "accumulation.steps=4"),
+    ("debug=null", "~debug"),
+    ("name=a b", "name='a b'"),
+    ("name=it's", r"name='it\'s'"),
+    ("name=${seed}-x", "name=${seed}-x"),
+    ("output_root=/a b/ü=,c", "output_root='/a b/ü=,c'"),
+    ("resume=outputs/a/000-seed=1,lr=2", "resume='outputs/a/000-seed=1,lr=2'"),
+    ("data.inputs=[1_0, 1.10 ,on,null,'007',a b]", "data.inputs=['1_0', '1.10' ,on,'null','007',a b]"),
+    ("data.file=my table (1).csv", "data.file='my table (1).csv'"),
+    ("~seed", "~seed"),
 )
 def test_values_are_quoted_for_hydra(typed: str, wanted: str) -> None:
     assert quoted(typed, sweep=False) == wanted
@@ -56,13 +53,10 @@ def test_a_comma_separates_values_in_a_sweep_and_is_text_in_a_single_run() -> No
     assert quoted("name=a b,c", sweep=False) == "name='a b,c'"
 
 
-@pytest.mark.parametrize(
-    ("typed", "values"),
-    [
-        ("model.weights=choice(a.pt,b.pt)", ["a.pt", "b.pt"]),
-        ("output_root=sort(choice(b,a),reverse=true)", ["b", "a"]),
-        ("name=range(1,3)", ["1", "2"]),
-    ],
+@pytest.mark.cases(
+    ("model.weights=choice(a.pt,b.pt)", ["a.pt", "b.pt"]),
+    ("output_root=sort(choice(b,a),reverse=true)", ["b", "a"]),
+    ("name=range(1,3)", ["1", "2"]),
 )
 def test_hydra_functions_expand_to_the_values_of_a_sweep(typed: str, values: list[str]) -> None:
     [override] = OverridesParser.create().parse_overrides([quoted(typed, sweep=True)])

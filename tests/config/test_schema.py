@@ -91,20 +91,17 @@ def test_an_invalid_value_is_refused_by_its_key(line: str) -> None:
     assert len(message.splitlines()) == 2, "what is wrong, and what to do"
 
 
-@pytest.mark.parametrize(
-    ("line", "where", "value"),
-    [
-        ("optimizer.lr=1", "optimizer.lr", 1.0),
-        ("optimizer.lr='0.5'", "optimizer.lr", 0.5),
-        ("optimizer.fused=1", "optimizer.fused", True),
-        ("optimizer.fused=no", "optimizer.fused", False),
-        ("batch_size='32'", "batch_size", 32),
-        ("name=3", "name", "3"),
-        ("steps=null  epochs=0.5", "steps", None),
-        ("model.channels=[3,4,5]", "workload.model.channels", (3, 4, 5)),
-        ("device.indices=[0,1]", "device.indices", [0, 1]),
-        ("name='ü ö=,'", "name", "ü ö=,"),
-    ],
+@pytest.mark.cases(
+    ("optimizer.lr=1", "optimizer.lr", 1.0),
+    ("optimizer.lr='0.5'", "optimizer.lr", 0.5),
+    ("optimizer.fused=1", "optimizer.fused", True),
+    ("optimizer.fused=no", "optimizer.fused", False),
+    ("batch_size='32'", "batch_size", 32),
+    ("name=3", "name", "3"),
+    ("steps=null  epochs=0.5", "steps", None),
+    ("model.channels=[3,4,5]", "workload.model.channels", (3, 4, 5)),
+    ("device.indices=[0,1]", "device.indices", [0, 1]),
+    ("name='ü ö=,'", "name", "ü ö=,"),
 )
 def test_a_valid_value_is_converted_to_its_type(line: str, where: str, value: object) -> None:
     found: Any = build_run(typed(line))
@@ -167,15 +164,12 @@ def test_build_converts_values_fills_in_defaults_and_passes_parts_on() -> None:
     assert node["number"] == 2, "the config is left as it was"
 
 
-@pytest.mark.parametrize(
-    ("values", "told"),
-    [
-        ({"number": 1, "names": ["a", 10]}, "whole.names: got ['a', 10]: it must be a list"),
-        ({"number": 1, "part": {}}, "whole.part: Whole has no such option"),
-        ({"number": 1, "made": 1}, "whole.made: Whole has no such option"),
-        ({"number": 1, "constant": 1}, "whole.constant: Whole has no such option"),
-        ({"number": "???"}, "whole.number: it has no value"),
-    ],
+@pytest.mark.cases(
+    ({"number": 1, "names": ["a", 10]}, "whole.names: got ['a', 10]: it must be a list"),
+    ({"number": 1, "part": {}}, "whole.part: Whole has no such option"),
+    ({"number": 1, "made": 1}, "whole.made: Whole has no such option"),
+    ({"number": 1, "constant": 1}, "whole.constant: Whole has no such option"),
+    ({"number": "???"}, "whole.number: it has no value"),
 )
 def test_build_refuses_wrong_types_unknown_keys_and_missing_values(values: dict, told: str) -> None:
     with pytest.raises(ConfigError) as refusal:

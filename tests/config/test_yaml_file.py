@@ -16,39 +16,33 @@ def read(directory: Path, content: str | bytes) -> dict:
     return OmegaConf.to_container(read_config(path))  # pyright: ignore[reportReturnType]
 
 
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("0", 0),
-        ("-3", -3),
-        ("1_000", 1000),
-        ("0.5", 0.5),
-        ("1e3", 1000.0),
-        ("1.5e-3", 0.0015),
-        ("-.5", -0.5),
-        (".inf", float("inf")),
-        ("true", True),
-        ("null", None),
-        ("'016'", "016"),
-        ("2020-01-01", "2020-01-01"),
-        ("${seed}", "${seed}"),
-        ("[1, [a, 0.5]]", [1, ["a", 0.5]]),
-        ("{a: {b: 1}}", {"a": {"b": 1}}),
-        *((text, text) for text in ("016", "-016", "00", "12:30", "1:30:00", "0x10", "0b11", "01.5", "1:30.5", "0_1")),
-    ],
+@pytest.mark.cases(
+    ("0", 0),
+    ("-3", -3),
+    ("1_000", 1000),
+    ("0.5", 0.5),
+    ("1e3", 1000.0),
+    ("1.5e-3", 0.0015),
+    ("-.5", -0.5),
+    (".inf", float("inf")),
+    ("true", True),
+    ("null", None),
+    ("'016'", "016"),
+    ("2020-01-01", "2020-01-01"),
+    ("${seed}", "${seed}"),
+    ("[1, [a, 0.5]]", [1, ["a", 0.5]]),
+    ("{a: {b: 1}}", {"a": {"b": 1}}),
+    *((text, text) for text in ("016", "-016", "00", "12:30", "1:30:00", "0x10", "0b11", "01.5", "1:30.5", "0_1")),
 )
 def test_plain_values_are_read_with_the_numbers_of_the_command_line(text: str, value: object, tmp_path: Path) -> None:
     assert read(tmp_path, f"# a comment\nseed: {text}\n") == {"seed": value}
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        *("seed: [", "\tseed: 1", "seed: 1\nseed: 2", "a: *x", "- 1", "text", "3", "!!set {a}", "---\n---\n", "? [a]"),
-        *(b"seed: \xff", b"seed: \x00", "a: " + "[" * 3000, "a: ${", "a: ${b", "seed: !!set {x, y}", "seed: &x [*x]"),
-        *("seed: !!binary aGk=", "name: !!python/object/apply:os.system [ls]", "a: {b: !own 1}", "a: &x [1]\nb: *x"),
-        *("a: {1: 2}", "a: {'': 2}", "a: {? [x] : 2}"),
-    ],
+@pytest.mark.cases(
+    *("seed: [", "\tseed: 1", "seed: 1\nseed: 2", "a: *x", "- 1", "text", "3", "!!set {a}", "---\n---\n", "? [a]"),
+    *(b"seed: \xff", b"seed: \x00", "a: " + "[" * 3000, "a: ${", "a: ${b", "seed: !!set {x, y}", "seed: &x [*x]"),
+    *("seed: !!binary aGk=", "name: !!python/object/apply:os.system [ls]", "a: {b: !own 1}", "a: &x [1]\nb: *x"),
+    *("a: {1: 2}", "a: {'': 2}", "a: {? [x] : 2}"),
 )
 def test_a_file_with_anything_but_plain_values_is_refused_by_its_path(
     content: str | bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

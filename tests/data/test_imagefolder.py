@@ -67,14 +67,11 @@ def test_only_training_images_are_augmented(tmp_path, augment):
     assert (variants >= {tuple(row.flatten().tolist()) for row in plain.inputs}) == (augment != "crop")
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
+@pytest.mark.cases(
         ("holdout", 0.95), ("augment", "mixup"), ("mean", [0.5]), ("std", [0.1, 0.0, 0.1]),
         ("mean", [0.5, 0.5, 124.0]), ("on_error", "ignore"), ("timeout", float("inf")),
-    ],
 )  # fmt: skip
-def test_impossible_options_are_refused(tmp_path, key, value):
+def test_impossible_options_are_refused(key, value, tmp_path):
     with pytest.raises(ConfigError) as refused:
         component(tmp_path, **{key: value})
     assert refused.value.key == f"data.{key}"

@@ -144,22 +144,19 @@ def test_batches_of_any_tensors_are_rows_in_the_order_of_the_stream(kind: torch.
         ArraySamples(inputs, torch.arange(6))
 
 
-@pytest.mark.parametrize(
-    ("text", "why"),
-    [
-        ("x,y\n1,2\n3,\n", "line 3, column y: '' is not a finite number"),
-        ("x,y\n-1e39,2\n3,4\n", "line 2, column x: '-1e39' is not a finite number in float32"),
-        ("x,y\n1,2\n\n3,4,5\n", "it is not a CSV file: Expected 2 fields in line 4, saw 3"),
-        ('x,y\n"1,2\n', "it is not a CSV file: EOF inside string"),
-        ("x\n1\n", "its first line has the columns ['x']"),
-        ("x, x,y\n1,2,3\n", "its first line has the name 'x' more than once"),
-        ("", "it is not a CSV file: No columns to parse from file"),
-        ("x,y\n", "its first line has the columns ['x', 'y'], and 0 lines of cells follow"),
-        ("x,y\n1,2\n", "1 of 1 samples would be held out"),
-        ("x,y\n1,2\n3,4\n\0", "line 4, column x: '\\x00' is not a finite number"),
-    ],
+@pytest.mark.cases(
+    ("x,y\n1,2\n3,\n", "line 3, column y: '' is not a finite number"),
+    ("x,y\n-1e39,2\n3,4\n", "line 2, column x: '-1e39' is not a finite number in float32"),
+    ("x,y\n1,2\n\n3,4,5\n", "it is not a CSV file: Expected 2 fields in line 4, saw 3"),
+    ('x,y\n"1,2\n', "it is not a CSV file: EOF inside string"),
+    ("x\n1\n", "its first line has the columns ['x']"),
+    ("x, x,y\n1,2,3\n", "its first line has the name 'x' more than once"),
+    ("", "it is not a CSV file: No columns to parse from file"),
+    ("x,y\n", "its first line has the columns ['x', 'y'], and 0 lines of cells follow"),
+    ("x,y\n1,2\n", "1 of 1 samples would be held out"),
+    ("x,y\n1,2\n3,4\n\0", "line 4, column x: '\\x00' is not a finite number"),
 )
-def test_an_invalid_csv_file_is_refused_by_line_and_column(tmp_path: Path, text: str, why: str) -> None:
+def test_an_invalid_csv_file_is_refused_by_line_and_column(text: str, why: str, tmp_path: Path) -> None:
     refused = refusal(file=written(tmp_path / "a.csv", text))
     assert refused.key == "file"
     assert why in refused.why

@@ -130,17 +130,14 @@ def test_downloaded_files_are_loaded(tmp_path, monkeypatch, capfd):
     assert torch.equal(train.inputs, written["train"][0])
 
 
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("train-images-idx3-ubyte", b"<html>not found</html>"),
-        ("train-images-idx3-ubyte", idx(torch.zeros(7, 14, 56, dtype=torch.uint8))),
-        ("t10k-images-idx3-ubyte", idx(torch.zeros(4, 28, 28, dtype=torch.uint8))[:-1]),
-        ("train-labels-idx1-ubyte", idx(torch.zeros(6, dtype=torch.uint8))),
-        ("train-labels-idx1-ubyte", idx(torch.full((7,), 10, dtype=torch.uint8))),
-    ],
+@pytest.mark.cases(
+    ("train-images-idx3-ubyte", b"<html>not found</html>"),
+    ("train-images-idx3-ubyte", idx(torch.zeros(7, 14, 56, dtype=torch.uint8))),
+    ("t10k-images-idx3-ubyte", idx(torch.zeros(4, 28, 28, dtype=torch.uint8))[:-1]),
+    ("train-labels-idx1-ubyte", idx(torch.zeros(6, dtype=torch.uint8))),
+    ("train-labels-idx1-ubyte", idx(torch.full((7,), 10, dtype=torch.uint8))),
 )
-def test_a_damaged_idx_file_is_refused(tmp_path, name, content):
+def test_a_damaged_idx_file_is_refused(name, content, tmp_path):
     write_mnist(tmp_path)
     (tmp_path / "MNIST" / "raw" / name).write_bytes(content)
     with pytest.raises(ConfigError, match=f"^root: .*MNIST cannot be read from {tmp_path / 'MNIST' / 'raw'}"):

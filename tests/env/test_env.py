@@ -24,15 +24,12 @@ def prepared(id: str, **options: Any) -> Env:
     return env
 
 
-@pytest.mark.parametrize(
-    ("id", "shape", "num_actions", "longest"),
-    [
-        ("CartPole-v1", (4,), 2, 500),
-        ("Acrobot-v1", (6,), 3, 500),
-        ("MountainCar-v0", (2,), 3, 200),
-        ("FrozenLake-v1", (16,), 4, 100),  # the index of a state becomes a one-hot vector
-        ("Blackjack-v1", (45,), 2, None),  # three concatenated one-hot vectors: 32 + 11 + 2
-    ],
+@pytest.mark.cases(
+    ("CartPole-v1", (4,), 2, 500),
+    ("Acrobot-v1", (6,), 3, 500),
+    ("MountainCar-v0", (2,), 3, 200),
+    ("FrozenLake-v1", (16,), 4, 100),  # the index of a state becomes a one-hot vector
+    ("Blackjack-v1", (45,), 2, None),  # three concatenated one-hot vectors: 32 + 11 + 2,
 )
 def test_the_spaces_of_an_environment_are_known_after_prepare(
     id: str, shape: tuple[int, ...], num_actions: int, longest: int | None

@@ -33,12 +33,9 @@ def refusal(shape: tuple[int, int, int] = SHAPE, **options: object) -> ConfigErr
     return error.value
 
 
-@pytest.mark.parametrize(
-    ("name", "shape", "classes", "count"),
-    [
-        ("tiny", (1, 8, 8), 10, 16 * 10 + 32 * 145 + 64 * 129 + 10 * 65),
-        ("resnet50", (3, 64, 64), 1000, 25_557_032),
-    ],
+@pytest.mark.cases(
+    ("tiny", (1, 8, 8), 10, 16 * 10 + 32 * 145 + 64 * 129 + 10 * 65),
+    ("resnet50", (3, 64, 64), 1000, 25_557_032),
 )
 def test_option_files_build_the_networks_of_their_names(name: str, shape: tuple, classes: int, count: int) -> None:
     network = option(name).build(shape, classes)
@@ -59,17 +56,14 @@ def test_options_are_passed_to_the_network() -> None:
     assert deep.conv1.in_channels == 2
 
 
-@pytest.mark.parametrize(
-    ("cls", "options", "key"),
-    [
-        (ConvNet, {"channels": (20, 0)}, "channels"),
-        (QNet, {"hidden": (8, 0)}, "hidden"),
-        (ConvNet, {"dropout": float("nan")}, "dropout"),
-        (ResNet, {"depth": 20}, "depth"),
-        (ResNet, {"norm": "layer"}, "norm"),
-        (ConvNet, {"weights": "absent.pt"}, "weights"),
-        (ResNet, {"reset_head": True}, "reset_head"),
-    ],
+@pytest.mark.cases(
+    (ConvNet, {"channels": (20, 0)}, "channels"),
+    (QNet, {"hidden": (8, 0)}, "hidden"),
+    (ConvNet, {"dropout": float("nan")}, "dropout"),
+    (ResNet, {"depth": 20}, "depth"),
+    (ResNet, {"norm": "layer"}, "norm"),
+    (ConvNet, {"weights": "absent.pt"}, "weights"),
+    (ResNet, {"reset_head": True}, "reset_head"),
 )
 def test_an_invalid_value_is_refused_by_its_key(cls: type[Model], options: dict, key: str) -> None:
     with pytest.raises(ConfigError) as error:
@@ -168,12 +162,17 @@ class Marker:
     """A class that is not allowed in a weights file, because unpickling it may run code."""
 
 
-@pytest.mark.parametrize(
-    "content",
-    [{"weights": Marker()}, [1, 2], {}, {"state_dict": {}}, {"epoch": 3}, {1: torch.zeros(1)}, torch.zeros(3)],
+@pytest.mark.cases(
+    {"weights": Marker()},
+    [1, 2],
+    {},
+    {"state_dict": {}},
+    {"epoch": 3},
+    {1: torch.zeros(1)},
+    torch.zeros(3),
     ids=["class", "list", "empty", "nested", "number", "index", "tensor"],
 )
-def test_a_file_without_a_state_dict_is_refused(tmp_path: Path, content: object) -> None:
+def test_a_file_without_a_state_dict_is_refused(content: object, tmp_path: Path) -> None:
     path = str(tmp_path / "weights.pt")
     torch.save(content, path)
     error = refusal(weights=path)

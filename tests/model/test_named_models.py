@@ -50,17 +50,14 @@ def test_a_network_whose_widths_are_computed_with_tensors_works_with_fake_tensor
         assert model(torch.zeros(2, 3, 64, 64)).shape == (2, 10)
 
 
-@pytest.mark.parametrize(
-    ("name", "shape", "options", "why"),
-    [
-        ("vit_b16", (3, 32, 32), {}, "no network of this name"),
-        ("squeezenet1_1", (3, 32, 32), {"dropout": "high"}, "TypeError"),
-        ("squeezenet1_1", (3, 32, 32), {"num_classes": 3}, "multiple values for keyword argument 'num_classes'"),
-        ("squeezenet1_1", (3, 32, 32), {"weights": "DEFAULT"}, "multiple values for keyword argument 'weights'"),
-        ("squeezenet1_1", (3, 32, 32), {"pretrained": True}, "unexpected keyword argument 'pretrained'"),
-        ("vgg11", (3, 8, 8), {}, "for images of 3×8×8"),
-        ("vit_b_32", (3, 64, 32), {}, "for images of 3×64×32"),
-    ],
+@pytest.mark.cases(
+    ("vit_b16", (3, 32, 32), {}, "no network of this name"),
+    ("squeezenet1_1", (3, 32, 32), {"dropout": "high"}, "TypeError"),
+    ("squeezenet1_1", (3, 32, 32), {"num_classes": 3}, "multiple values for keyword argument 'num_classes'"),
+    ("squeezenet1_1", (3, 32, 32), {"weights": "DEFAULT"}, "multiple values for keyword argument 'weights'"),
+    ("squeezenet1_1", (3, 32, 32), {"pretrained": True}, "unexpected keyword argument 'pretrained'"),
+    ("vgg11", (3, 8, 8), {}, "for images of 3×8×8"),
+    ("vit_b_32", (3, 64, 32), {}, "for images of 3×64×32"),
 )
 def test_what_torchvision_cannot_build_is_refused(
     name: str, shape: tuple[int, int, int], options: dict[str, Any], why: str

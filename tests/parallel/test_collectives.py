@@ -62,14 +62,11 @@ class Executes:
         return os.system, ("touch executed",)
 
 
-@pytest.mark.parametrize(
-    "message",
-    [
-        pickle.dumps(Executes(), 2),
-        *map(encode, ([Executes()], [object()], print, [torch.nn.Linear], Path())),
-        b"",
-        b"{}",
-    ],
+@pytest.mark.cases(
+    pickle.dumps(Executes(), 2),
+    *map(encode, ([Executes()], [object()], print, [torch.nn.Linear], Path())),
+    b"",
+    b"{}",
     ids=range(8),
 )
 def test_other_messages_are_refused_and_execute_nothing(

@@ -60,15 +60,12 @@ two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two G
 
 @pytest.mark.gpu
 @two_gpus
-@pytest.mark.parametrize(
-    ("options", "tolerance"),
-    [
-        (("precision=32",), 1e-6),
-        (("precision=32", "accumulation=2"), 1e-6),
-        (("precision=64",), 1e-13),
-        (("precision=16",), 0.05),
-        (("precision=bf16",), 0.05),
-    ],
+@pytest.mark.cases(
+    (("precision=32",), 1e-6),
+    (("precision=32", "accumulation=2"), 1e-6),
+    (("precision=64",), 1e-13),
+    (("precision=16",), 0.05),
+    (("precision=bf16",), 0.05),
 )
 def test_two_gpus_compute_what_one_computes(options: tuple[str, ...], tolerance: float, trained) -> None:
     overrides = (*PLAIN_LOOP_OVERRIDES, "device=cuda", "eval_every=5", *options)

@@ -26,16 +26,13 @@ def started_externally(monkeypatch: pytest.MonkeyPatch, rank: int) -> RankInfo:
     return rank_info
 
 
-@pytest.mark.parametrize(
-    ("visible", "processes", "indices", "devices"),
-    [
-        (0, "auto", [], [CPU] * 2),
-        (0, 1, [], [CPU]),
-        (0, 5, [], [CPU] * 5),
-        (3, "auto", [], GPUS),
-        (3, 2, [], GPUS[:2]),
-        (3, "auto", [2, 0], [GPUS[2], GPUS[0]]),
-    ],
+@pytest.mark.cases(
+    (0, "auto", [], [CPU] * 2),
+    (0, 1, [], [CPU]),
+    (0, 5, [], [CPU] * 5),
+    (3, "auto", [], GPUS),
+    (3, 2, [], GPUS[:2]),
+    (3, "auto", [2, 0], [GPUS[2], GPUS[0]]),
 )
 def test_the_devices_of_the_processes(
     visible: int, processes: Any, indices: list[int], devices: list[torch.device], monkeypatch: pytest.MonkeyPatch
@@ -46,15 +43,12 @@ def test_the_devices_of_the_processes(
     assert launcher.devices == devices
 
 
-@pytest.mark.parametrize(
-    ("visible", "indices", "device", "refused"),
-    [
-        (0, [], CPU, None),
-        (3, [], GPUS[1], None),
-        (3, [2, 0], GPUS[0], None),
-        (3, [2], CPU, ("device.indices", [2])),
-        (1, [], GPUS[0], None),  # the only one that is bound to the process
-    ],
+@pytest.mark.cases(
+    (0, [], CPU, None),
+    (3, [], GPUS[1], None),
+    (3, [2, 0], GPUS[0], None),
+    (3, [2], CPU, ("device.indices", [2])),
+    (1, [], GPUS[0], None),  # the only one that is bound to the process,
 )
 def test_an_externally_launched_process_uses_the_gpu_of_its_local_rank(
     visible: int, indices: list[int], device: torch.device, refused: Any, monkeypatch: pytest.MonkeyPatch

@@ -94,14 +94,11 @@ def assert_same_curves(got: dict[str, Any], wanted: dict[str, Any]) -> None:
             assert [value for _, value in got[tag]] == pytest.approx([value for _, value in wanted[tag]], rel=1e-4), tag
 
 
-@pytest.mark.parametrize(
-    ("mode", "processes", "others"),
-    [
-        ("ddp", 2, 3),
-        ("fsdp", 2, 0),
-        ("pipeline", 2, 0),
-        pytest.param("fsdp", 3, 2, marks=pytest.mark.slow),
-    ],
+@pytest.mark.cases(
+    ("ddp", 2, 3),
+    ("fsdp", 2, 0),
+    ("pipeline", 2, 0),
+    pytest.param("fsdp", 3, 2, marks=pytest.mark.slow),
 )
 def test_resume_with_the_same_number_of_processes_is_bitwise_exact(
     mode: str, processes: int, others: int, ranks: Ranks, tmp_path: Path

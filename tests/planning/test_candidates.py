@@ -55,13 +55,10 @@ def test_groups_change_one_option_and_compiled_candidates_come_last() -> None:
     assert compiled.options(of(*AGENT).base) == [("compile=false",), ("compile=true",), ("compile=step",)], "no blocks"
 
 
-@pytest.mark.parametrize(
-    ("typed", "modes"),
-    [
-        ("parallel=ddp parallel.processes=2", []),
-        ("parallel=ddp", ["parallel.processes=2", "parallel.processes=4"]),
-        ("parallel=pipeline parallel.engine=streams", []),
-    ],
+@pytest.mark.cases(
+    ("parallel=ddp parallel.processes=2", []),
+    ("parallel=ddp", ["parallel.processes=2", "parallel.processes=4"]),
+    ("parallel=pipeline parallel.engine=streams", []),
 )
 def test_typed_options_are_not_changed(typed: str, modes: list[str]) -> None:
     found = options(of(*CONVNET, *typed.split(), "accumulation.steps=2", "compile=false"), cores=4)
@@ -77,26 +74,23 @@ def test_a_pipeline_is_tried_with_other_schedules_and_split_sizes() -> None:
     assert options(of(*typed, "parallel.schedule=1f1b")).get("pipeline") is None
 
 
-@pytest.mark.parametrize(
-    ("typed", "words", "expected"),
-    [
-        (CONVNET, "", "bitwise"),
-        (CONVNET, "device.threads=1", "last bits"),
-        (CONVNET, "parallel=ddp", "last bits"),
-        (CONVNET, "parallel=pipeline parallel.split_size=8", "last bits"),
-        (CONVNET, "accumulation=4", "last bits"),
-        (CONVNET, "precision=tf32", "rounding"),
-        (CONVNET, "precision=bf16", "16bit"),
-        (CONVNET, "parallel=hogwild", "asynchronous"),
-        (CONVNET, "parallel=ensemble", "other"),
-        (RESNET, "channels_last=false", "last bits"),
-        (RESNET, "accumulation=2", "statistics"),
-        (RESNET, "parallel=ddp", "statistics"),
-        (RESNET, "parallel=ddp parallel.sync_batch_norm=true", "last bits"),
-        (RESNET, "parallel=ddp parallel.sync_batch_norm=true accumulation=2", "statistics"),
-        (RESNET, "parallel=pipeline", "statistics"),
-        (AGENT, "parallel=ddp", "other"),
-    ],
+@pytest.mark.cases(
+    (CONVNET, "", "bitwise"),
+    (CONVNET, "device.threads=1", "last bits"),
+    (CONVNET, "parallel=ddp", "last bits"),
+    (CONVNET, "parallel=pipeline parallel.split_size=8", "last bits"),
+    (CONVNET, "accumulation=4", "last bits"),
+    (CONVNET, "precision=tf32", "rounding"),
+    (CONVNET, "precision=bf16", "16bit"),
+    (CONVNET, "parallel=hogwild", "asynchronous"),
+    (CONVNET, "parallel=ensemble", "other"),
+    (RESNET, "channels_last=false", "last bits"),
+    (RESNET, "accumulation=2", "statistics"),
+    (RESNET, "parallel=ddp", "statistics"),
+    (RESNET, "parallel=ddp parallel.sync_batch_norm=true", "last bits"),
+    (RESNET, "parallel=ddp parallel.sync_batch_norm=true accumulation=2", "statistics"),
+    (RESNET, "parallel=pipeline", "statistics"),
+    (AGENT, "parallel=ddp", "other"),
     ids=lambda value: value if isinstance(value, str) else value[0],
 )
 def test_effects_on_the_results(typed: tuple[str, ...], words: str, expected: str) -> None:

@@ -77,9 +77,11 @@ def test_predicted_peak_memory_of_fsdp_matches_the_allocator(tmp_path: Path) -> 
     assert rank.peak_bytes == pytest.approx(measured, rel=0.1)
 
 
-@pytest.mark.parametrize(
-    "typed",
-    ["parallel=ddp", "parallel=fsdp", "parallel=pipeline parallel.num_micro_batches=2", "workload=dqn"],
+@pytest.mark.cases(
+    "parallel=ddp",
+    "parallel=fsdp",
+    "parallel=pipeline parallel.num_micro_batches=2",
+    "workload=dqn",
     ids=str,
 )
 def test_many_micro_batches_are_planned_from_a_few(typed: str) -> None:
@@ -249,16 +251,13 @@ def test_bubbles_are_reported_for_each_schedule_and_split_size(capsys: pytest.Ca
     assert uneven["bubbles"][2]["interleaved_1f1b"] is None, "it has two stages per process"
 
 
-@pytest.mark.parametrize(
-    ("schedule", "workers", "stages", "micros", "expected"),
-    [
-        ("gpipe", 2, 2, 1, 1 / 2),
-        ("gpipe", 4, 4, 8, 3 / 11),
-        ("1f1b", 4, 4, 8, 3 / 11),
-        ("interleaved_1f1b", 2, 4, 8, 1 / 17),
-        ("zero_bubble", 4, 4, 8, 3 / 27),
-        ("zero_bubble", 2, 4, 4, 1 / 25),
-    ],
+@pytest.mark.cases(
+    ("gpipe", 2, 2, 1, 1 / 2),
+    ("gpipe", 4, 4, 8, 3 / 11),
+    ("1f1b", 4, 4, 8, 3 / 11),
+    ("interleaved_1f1b", 2, 4, 8, 1 / 17),
+    ("zero_bubble", 4, 4, 8, 3 / 27),
+    ("zero_bubble", 2, 4, 4, 1 / 25),
 )
 def test_the_bubble_of_equal_stages_is_that_of_the_formulas(
     schedule: str, workers: int, stages: int, micros: int, expected: float

@@ -107,28 +107,22 @@ def test_a_config_is_tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     assert not list(tmp_path.glob("tiny/*"))  # a trial leaves no run directory
 
 
-@pytest.mark.parametrize(
-    ("line", "key"),
-    [
-        ("--budget 0", "--budget"),
-        ("--budget nan", "--budget"),
-        ("--allow everything", "--allow"),
-        ("resume=outputs/x", "resume"),
-        ("parallel=ddp batch_size=63", "batch_size"),
-        ("env=acrobot", "env"),
-    ],
+@pytest.mark.cases(
+    ("--budget 0", "--budget"),
+    ("--budget nan", "--budget"),
+    ("--allow everything", "--allow"),
+    ("resume=outputs/x", "resume"),
+    ("parallel=ddp batch_size=63", "batch_size"),
+    ("env=acrobot", "env"),
 )
 def test_mistakes_are_refused(line: str, key: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert tune.main(line.split()) == REFUSED
     assert key in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("error", "code", "word"),
-    [
-        (TrialError("no step within 600 s", "dropped"), CRASHED, "no step within 600 s"),
-        (TrialError("MemoryError: no memory"), CRASHED, "no memory"),
-    ],
+@pytest.mark.cases(
+    (TrialError("no step within 600 s", "dropped"), CRASHED, "no step within 600 s"),
+    (TrialError("MemoryError: no memory"), CRASHED, "no memory"),
 )
 def test_a_baseline_that_does_not_train_is_reported(
     error: TrialError, code: int, word: str, monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path

@@ -24,21 +24,18 @@ def test_how_a_run_is_computed_does_not_make_it_another_run(changes: tuple[str, 
     check_resumable(saved, now, "PATH")
 
 
-@pytest.mark.parametrize(
-    ("change", "found"),
-    [
-        ("steps=7", ("steps", None, 7)),
-        ("epochs=3", ("epochs", 20, 3)),
-        ("optimizer.lr=0.5", ("optimizer.lr", 0.05, 0.5)),
-        ("schedule=cosine", ("schedule", "onecycle", "cosine")),
-        ("ema.decay=0.9", ("ema.decay", None, 0.9)),
-        ("precision=bf16", ("precision", "32", "bf16")),
-        ("model.weights=a.pt", ("model.weights", None, "a.pt")),
-        ("parallel=hogwild", ("parallel", "single", "hogwild")),
-        ("parallel=ensemble", ("parallel", "single", "ensemble")),
-        ("max_grad_norm=1", ("max_grad_norm", None, 1)),
-        ("workload.env_steps=200", ("workload.env_steps", 100, 200)),
-    ],
+@pytest.mark.cases(
+    ("steps=7", ("steps", None, 7)),
+    ("epochs=3", ("epochs", 20, 3)),
+    ("optimizer.lr=0.5", ("optimizer.lr", 0.05, 0.5)),
+    ("schedule=cosine", ("schedule", "onecycle", "cosine")),
+    ("ema.decay=0.9", ("ema.decay", None, 0.9)),
+    ("precision=bf16", ("precision", "32", "bf16")),
+    ("model.weights=a.pt", ("model.weights", None, "a.pt")),
+    ("parallel=hogwild", ("parallel", "single", "hogwild")),
+    ("parallel=ensemble", ("parallel", "single", "ensemble")),
+    ("max_grad_norm=1", ("max_grad_norm", None, 1)),
+    ("workload.env_steps=200", ("workload.env_steps", 100, 200)),
 )
 def test_what_is_computed_makes_another_run_which_can_be_continued_if_it_is_named(
     change: str, found: tuple[str, object, object]
@@ -49,16 +46,13 @@ def test_what_is_computed_makes_another_run_which_can_be_continued_if_it_is_name
     check_resumable(saved, now, "PATH")
 
 
-@pytest.mark.parametrize(
-    ("change", "then", "now"),
-    [
-        ("seed=1", "seed: 0 ", "1 "),
-        ("batch_size=32", "batch_size: 64 ", "32 "),
-        ("model=convnet", "model.channels: [16, 32] ", "[20, 20] "),
-        ("data.size=16", "data.size: 8 ", "16 "),
-        ("optimizer=adam", "optimizer: sgd ", "adam "),
-        ("workload.label_smoothing=0.1", "workload.label_smoothing: 0.0 ", "0.1 "),
-    ],
+@pytest.mark.cases(
+    ("seed=1", "seed: 0 ", "1 "),
+    ("batch_size=32", "batch_size: 64 ", "32 "),
+    ("model=convnet", "model.channels: [16, 32] ", "[20, 20] "),
+    ("data.size=16", "data.size: 8 ", "16 "),
+    ("optimizer=adam", "optimizer: sgd ", "adam "),
+    ("workload.label_smoothing=0.1", "workload.label_smoothing: 0.0 ", "0.1 "),
 )
 def test_seed_batch_size_model_data_and_optimizer_cannot_change(change: str, then: str, now: str) -> None:
     saved, other = (compose_config(*TINY_CPU, "data.crop=0", *words) for words in ((), (change, "log_every=2")))

@@ -148,17 +148,14 @@ def test_a_refusal_removes_the_directories_that_were_made_for_it(tmp_path: Path)
     assert tree(tmp_path).keys() == {"outputs"}
 
 
-@pytest.mark.parametrize(
-    ("overrides", "name"),
-    [
-        (["seed=1", "precision='16'"], "007-seed=1,precision=16"),
-        (["name='a b'", "output_root='/tmp/x'"], "007-name=a_b,output_root=_tmp_x"),
-        ([], "007-defaults"),
-        (["name=größe"], "007-name=größe"),
-        (["a=..."], "007-a="),
-        ([f"name={'x' * 55}", f"experiment={'y' * 40}", "seed=1"], f"007-name={'x' * 55},experiment={'y' * 40}"),
-        ([f"name={'x' * 80}", f"experiment={'y' * 40}", "seed=1"], f"007-name={'x' * 80}"),
-    ],
+@pytest.mark.cases(
+    (["seed=1", "precision='16'"], "007-seed=1,precision=16"),
+    (["name='a b'", "output_root='/tmp/x'"], "007-name=a_b,output_root=_tmp_x"),
+    ([], "007-defaults"),
+    (["name=größe"], "007-name=größe"),
+    (["a=..."], "007-a="),
+    ([f"name={'x' * 55}", f"experiment={'y' * 40}", "seed=1"], f"007-name={'x' * 55},experiment={'y' * 40}"),
+    ([f"name={'x' * 80}", f"experiment={'y' * 40}", "seed=1"], f"007-name={'x' * 80}"),
 )
 def test_the_name_of_a_job_contains_its_overrides(overrides: list[str], name: str) -> None:
     assert directory.job_name(7, overrides) == name
@@ -185,22 +182,19 @@ def test_names_sort_by_time() -> None:
 STAMP = "2026-01-02_03-04-05-a1b2c3"
 
 
-@pytest.mark.parametrize(
-    ("overrides", "name"),
-    [
-        ([], STAMP),
-        (["parallel=ddp", "precision='16'"], f"{STAMP}-parallel=ddp+precision=16"),
-        (["output_root=/tmp/x", "resume=auto", "name='a b'", "hydra.verbose=true", "seed=1"], f"{STAMP}-seed=1"),
-        (["data.token=s3cret", "data.url='https://ann:s3cret@host/x'", "seed=1"], f"{STAMP}-seed=1"),
-        (["seed=1", "seed=2", "+seed=3", "~schedule"], f"{STAMP}-seed=3"),
-        (["schedule.milestones=[0.5,0.7]", "a='../b c'"], f"{STAMP}-schedule.milestones=_0.5_0.7+a=.._b_c"),
-        (["seed=1", f"data.root={'x' * 60}", "steps=3"], f"{STAMP}-seed=1"),
-        (
-            ["workload=dqn", "device=cpu", "log_every=5", "steps=3", "precision=bf16", "optimizer.lr=0.1"],
-            f"{STAMP}-precision=bf16+optimizer.lr=0.1+workload=dqn+steps=3",
-        ),
-        ([f"data.root={'日' * 100}"], f"{STAMP}-data.root={'日' * 16}"),
-    ],
+@pytest.mark.cases(
+    ([], STAMP),
+    (["parallel=ddp", "precision='16'"], f"{STAMP}-parallel=ddp+precision=16"),
+    (["output_root=/tmp/x", "resume=auto", "name='a b'", "hydra.verbose=true", "seed=1"], f"{STAMP}-seed=1"),
+    (["data.token=s3cret", "data.url='https://ann:s3cret@host/x'", "seed=1"], f"{STAMP}-seed=1"),
+    (["seed=1", "seed=2", "+seed=3", "~schedule"], f"{STAMP}-seed=3"),
+    (["schedule.milestones=[0.5,0.7]", "a='../b c'"], f"{STAMP}-schedule.milestones=_0.5_0.7+a=.._b_c"),
+    (["seed=1", f"data.root={'x' * 60}", "steps=3"], f"{STAMP}-seed=1"),
+    (
+        ["workload=dqn", "device=cpu", "log_every=5", "steps=3", "precision=bf16", "optimizer.lr=0.1"],
+        f"{STAMP}-precision=bf16+optimizer.lr=0.1+workload=dqn+steps=3",
+    ),
+    ([f"data.root={'日' * 100}"], f"{STAMP}-data.root={'日' * 16}"),
 )
 def test_the_name_of_a_run_contains_its_overrides(
     overrides: list[str], name: str, monkeypatch: pytest.MonkeyPatch

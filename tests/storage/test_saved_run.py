@@ -37,19 +37,16 @@ def sealed(content: bytes) -> bytes:
     return content + b"\n# sha256 of the lines above: " + hashlib.sha256(content + b"\n").hexdigest().encode()
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"[]",
-        b"a: 1\na: 2",
-        b"\xff\xfe",
-        b"a: !!python/object/apply:os.system [true]",
-        b"a: &x [*x]",
-        b"a: !!binary aGk=",
-        b"[" * 100_000,
-        b"a: " + b"{b: " * 5_000,
-        b"a: " + b"9" * 5_000,
-    ],
+@pytest.mark.cases(
+    b"[]",
+    b"a: 1\na: 2",
+    b"\xff\xfe",
+    b"a: !!python/object/apply:os.system [true]",
+    b"a: &x [*x]",
+    b"a: !!binary aGk=",
+    b"[" * 100_000,
+    b"a: " + b"{b: " * 5_000,
+    b"a: " + b"9" * 5_000,
     ids=lambda content: content[:20].decode(errors="replace"),
 )
 def test_anything_but_plain_values_is_refused(content: bytes) -> None:
@@ -57,9 +54,9 @@ def test_anything_but_plain_values_is_refused(content: bytes) -> None:
         saved_run.parse_config(content if content == b"\xff\xfe" else sealed(content))
 
 
-@pytest.mark.parametrize(
-    "content",
-    [b"a: " + b"{b: 1, " * 140_000, b"a: &x [1]\nb: [" + b"*x, " * 200_000 + b"]"],
+@pytest.mark.cases(
+    b"a: " + b"{b: 1, " * 140_000,
+    b"a: &x [1]\nb: [" + b"*x, " * 200_000 + b"]",
     ids=["deep", "repeated"],
 )
 def test_a_file_of_a_megabyte_is_refused_in_seconds(content: bytes) -> None:
@@ -150,18 +147,15 @@ def test_checkpoints_that_cannot_be_read_are_not_treated_as_missing(secret: str,
     assert saved_run.saved_config(run).values == {"lr": 20 if secret else 30}
 
 
-@pytest.mark.parametrize(
-    ("content", "wanted"),
-    [
-        (b"- seed=1\n- ~model", ["seed=1", "~model"]),
-        (b"- a=${oc.env:HOME}", ["a=${oc.env:HOME}"]),
-        (b"", []),
-        (b"a: 1", []),
-        (b"\xff", []),
-        (b"[" * 5_000, []),
-        (b"- !!python/object/apply:os.system [true]", []),
-        (b"- &a [x, x]\n- &b [*a, *a]\n", []),
-    ],
+@pytest.mark.cases(
+    (b"- seed=1\n- ~model", ["seed=1", "~model"]),
+    (b"- a=${oc.env:HOME}", ["a=${oc.env:HOME}"]),
+    (b"", []),
+    (b"a: 1", []),
+    (b"\xff", []),
+    (b"[" * 5_000, []),
+    (b"- !!python/object/apply:os.system [true]", []),
+    (b"- &a [x, x]\n- &b [*a, *a]\n", []),
 )
 def test_overrides_are_shown_as_they_were_typed(content: bytes, wanted: list[str], tmp_path: Path) -> None:
     assert saved_run.saved_overrides(tmp_path) == [], "there is no file"

@@ -30,15 +30,12 @@ DATA = {"training": 8, "held_out": 2, "sha256": "0f" * 32}
 REGRESSION = {"inputs": [2], "targets": ["price"], "scale": SCALE}
 
 
-@pytest.mark.parametrize(
-    "signature",
-    [
-        *(SIGNATURE, SIGNATURE | {"image": None}),
-        *(REGRESSION, REGRESSION | {"scale": {"targets": SCALE["targets"]}}),
-        *(REGRESSION | {"columns": ["a", "b"], "data": DATA}, SIGNATURE | {"data": DATA}, {"data": DATA}),
-    ],
+@pytest.mark.cases(
+    *(SIGNATURE, SIGNATURE | {"image": None}),
+    *(REGRESSION, REGRESSION | {"scale": {"targets": SCALE["targets"]}}),
+    *(REGRESSION | {"columns": ["a", "b"], "data": DATA}, SIGNATURE | {"data": DATA}, {"data": DATA}),
 )
-def test_a_signature_is_read_as_it_was_written(tmp_path: Path, signature: dict[str, Any]) -> None:
+def test_a_signature_is_read_as_it_was_written(signature: dict[str, Any], tmp_path: Path) -> None:
     assert saved_signature(saved(tmp_path, signature_text(signature))) == signature
 
 
@@ -80,12 +77,9 @@ def test_an_invalid_signature_is_refused(tmp_path: Path, signature: Any) -> None
         saved_signature(saved(tmp_path, text))
 
 
-@pytest.mark.parametrize(
-    ("names", "others", "shown"),
-    [
-        (["a", "b"], ["b", "a"], ("a, b", "b, a")),
-        (["x"] * 90 + ["a"] * 30, ["x"] * 90 + ["b"], (", ".join(["a"] * 20), "b")),
-    ],
+@pytest.mark.cases(
+    (["a", "b"], ["b", "a"], ("a, b", "b, a")),
+    (["x"] * 90 + ["a"] * 30, ["x"] * 90 + ["b"], (", ".join(["a"] * 20), "b")),
 )
 def test_a_refusal_has_both_lists_or_of_long_ones_what_follows_the_first_difference(
     names: list[str], others: list[str], shown: tuple[str, str]

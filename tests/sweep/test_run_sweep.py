@@ -56,12 +56,9 @@ STOPPED = {
 OTHERS = [("a sweep", signal.SIGTERM), ("a search", signal.SIGKILL)]
 
 
-@pytest.mark.parametrize(
-    ("kind", "sent"),
-    [
-        *(("a sweep", signal.SIGKILL), ("a search", signal.SIGTERM)),
-        *(pytest.param(*each, marks=pytest.mark.slow) for each in OTHERS),
-    ],
+@pytest.mark.cases(
+    *(("a sweep", signal.SIGKILL), ("a search", signal.SIGTERM)),
+    *(pytest.param(*each, marks=pytest.mark.slow) for each in OTHERS),
 )
 def test_a_stopped_sweep_resumes_where_it_was_stopped(
     kind: str, sent: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -63,12 +63,9 @@ def test_a_command_that_only_prints_fails_if_it_cannot_but_not_if_its_reader_lea
     assert (left.returncode, left.stderr) == (0, "")
 
 
-@pytest.mark.parametrize(
-    ("command", "variables"),
-    [
-        (" --help", {"PYTHONIOENCODING": "", "LC_ALL": "C"}),
-        (" --cfg job name=ü", {"PYTHONIOENCODING": "ascii"}),
-    ],
+@pytest.mark.cases(
+    (" --help", {"PYTHONIOENCODING": "", "LC_ALL": "C"}),
+    (" --cfg job name=ü", {"PYTHONIOENCODING": "ascii"}),
 )
 def test_characters_that_a_console_lacks_are_escaped(command: str, variables: dict[str, str], tmp_path: Path) -> None:
     ended = run_in_shell(command, tmp_path, PYTHONUTF8="0", **variables)

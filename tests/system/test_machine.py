@@ -56,12 +56,9 @@ def test_the_processor_is_described(machine: Path) -> None:
     assert found["logical_cores"] == os.cpu_count()
 
 
-@pytest.mark.parametrize(
-    ("group", "limits", "quota"),
-    [
-        ("/outer/inner", {"outer/inner": "max", "outer": "150000", "": "400000"}, 1.5),
-        ("/docker/0123", {"": "50000", "..": "1"}, 0.5),  # the path on the host of a container; and not outside /sys
-    ],
+@pytest.mark.cases(
+    ("/outer/inner", {"outer/inner": "max", "outer": "150000", "": "400000"}, 1.5),
+    ("/docker/0123", {"": "50000", "..": "1"}, 0.5),  # the path on the host of a container; and not outside /sys,
 )
 def test_the_smallest_cpu_quota_of_the_group_and_its_ancestors_applies(
     group: str, limits: dict[str, str], quota: float, machine: Path

@@ -63,12 +63,9 @@ def test_the_source_without_a_repository_a_commit_or_git_or_in_a_git_hook(
     assert provenance.source(checkout) is None
 
 
-@pytest.mark.parametrize(
-    ("argv", "expected"),
-    [
-        (["/somewhere/runner/__main__.py", "name=a b", "lr=1"], "python -m runner 'name=a b' lr=1"),
-        (["runner", os.fsdecode(b"data.root=a\xff b")], "runner 'data.root=a\\xff b'"),
-    ],
+@pytest.mark.cases(
+    (["/somewhere/runner/__main__.py", "name=a b", "lr=1"], "python -m runner 'name=a b' lr=1"),
+    (["runner", os.fsdecode(b"data.root=a\xff b")], "runner 'data.root=a\\xff b'"),
 )
 def test_the_command_can_be_typed_again(argv: list[str], expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", argv)

@@ -98,15 +98,12 @@ def test_a_csv_file_that_cannot_be_continued_or_written_is_a_storage_error(
     tracker.close(False)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "key"),
-    [
-        (("tracking=several", "tracking.names=[]"), "tracking.names"),
-        (("tracking=several", "tracking.names=[csv,tensorbord]"), "tracking.names"),
-        (("tracking=several", "tracking.names=[several]"), "tracking.names"),
-        (("tracking=several", "+tracking.trackers.wandb.mode=online"), "tracking.trackers"),
-        (("tracking=wandb", "tracking.mode=on"), "tracking.mode"),
-    ],
+@pytest.mark.cases(
+    (("tracking=several", "tracking.names=[]"), "tracking.names"),
+    (("tracking=several", "tracking.names=[csv,tensorbord]"), "tracking.names"),
+    (("tracking=several", "tracking.names=[several]"), "tracking.names"),
+    (("tracking=several", "+tracking.trackers.wandb.mode=online"), "tracking.trackers"),
+    (("tracking=wandb", "tracking.mode=on"), "tracking.mode"),
 )
 def test_invalid_tracking_options_are_refused(overrides: tuple[str, ...], key: str) -> None:
     with pytest.raises(ConfigError) as refusal:
@@ -114,12 +111,9 @@ def test_invalid_tracking_options_are_refused(overrides: tuple[str, ...], key: s
     assert refusal.value.key == key
 
 
-@pytest.mark.parametrize(
-    ("broken", "noted"),
-    [
-        ("open", ["open a", "open b", "close a False"]),
-        ("close", ["open a", "open b", "open c", "close c True", "close b True", "close a True"]),
-    ],
+@pytest.mark.cases(
+    ("open", ["open a", "open b", "close a False"]),
+    ("close", ["open a", "open b", "open c", "close c True", "close b True", "close a True"]),
 )
 def test_if_one_of_several_trackers_fails_the_others_are_closed(broken: str, noted: list[str], tmp_path: Path) -> None:
     several, notes = Tracker(), []
@@ -203,13 +197,10 @@ def test_an_identifier_that_is_far_too_large_ends_the_tracking(
     assert tracker.calls == []
 
 
-@pytest.mark.parametrize(
-    ("broken", "made"),
-    [
-        ("start", []),
-        ("scalars", ["config", "scalars", "finish"]),
-        ("finish", ["config", "scalars", "scalars", "images", "finish"]),
-    ],
+@pytest.mark.cases(
+    ("start", []),
+    ("scalars", ["config", "scalars", "finish"]),
+    ("finish", ["config", "scalars", "scalars", "images", "finish"]),
 )
 def test_a_failure_of_a_backend_is_reported_once_and_ends_the_tracking(
     broken: str, made: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture

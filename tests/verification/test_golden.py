@@ -103,18 +103,15 @@ def test_the_worst_of_several_runs_is_the_exit_code_and_what_has_changed_is_said
     assert "it has logged nothing" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("words", "why"),
-    [
-        (["optimizer.lr=3"], "overrides: another run: optimizer.lr"),
-        (["log_every=1"], "overrides: another run: log_every"),
-        (["seed=3", "precision=64"], "overrides: another run: seed: 0 then, 3 now"),
-        (["--steps", "1"], "--steps: got 1: its first log is at step 2\n  --steps 2"),
-        (["parallel=hogwild"], "overrides: another run: parallel"),
-        (["data.root=other"], "data.root"),
-        (["nothing"], "nothing: there is no such key or run"),
-        (["nothing/here"], "PATH: got 'nothing/here': there is no such directory"),
-    ],
+@pytest.mark.cases(
+    (["optimizer.lr=3"], "overrides: another run: optimizer.lr"),
+    (["log_every=1"], "overrides: another run: log_every"),
+    (["seed=3", "precision=64"], "overrides: another run: seed: 0 then, 3 now"),
+    (["--steps", "1"], "--steps: got 1: its first log is at step 2\n  --steps 2"),
+    (["parallel=hogwild"], "overrides: another run: parallel"),
+    (["data.root=other"], "data.root"),
+    (["nothing"], "nothing: there is no such key or run"),
+    (["nothing/here"], "PATH: got 'nothing/here': there is no such directory"),
 )
 def test_what_cannot_be_compared_is_refused(
     words: list[str], why: str, recorded: Path, capsys: pytest.CaptureFixture[str]
@@ -146,19 +143,16 @@ def curve(*losses: float) -> dict[str, dict[int, float]]:
 THEN = curve(1.0, 0.5, 0.25, 0.125)
 
 
-@pytest.mark.parametrize(
-    ("now", "effects", "verdict", "words"),
-    [
-        (THEN, [], Verdict.SAME, "all 4 points"),
-        (curve(1.0, 0.5, 0.25 + 9e-6, 0.125), [0], Verdict.SAME, "up to rounding"),
-        (curve(1.0, 0.5, 0.25 + 2e-5, 0.125), [0, 0, 0], Verdict.DIFFERENT, "from step 3 on"),
-        (curve(1.0, 0.5, 0.25 + 2e-3, 0.125), [1e-5, 3e-3 / MARGIN], Verdict.SAME, "up to rounding"),
-        (curve(1.0, 0.5, 0.25 + 4e-3, 0.125), [3e-3 / MARGIN] * NUDGES, Verdict.DIFFERENT, "from step 3 on"),
-        (curve(1.0, 0.5, 0.25, 9.0), [0.06 / MARGIN], Verdict.UNJUDGED, "at 4 of 4 points"),
-        (curve(1.0, 0.5, 0.25), [], Verdict.SAME, "1 points are not logged any more"),
-        ({"train/other": {1: 1.0}}, [], Verdict.UNJUDGED, "nothing is left"),
-        (curve(1.0) | {"diverged": {2: 1.0}}, [], Verdict.DIFFERENT, "diverges at step 2"),
-    ],
+@pytest.mark.cases(
+    (THEN, [], Verdict.SAME, "all 4 points"),
+    (curve(1.0, 0.5, 0.25 + 9e-6, 0.125), [0], Verdict.SAME, "up to rounding"),
+    (curve(1.0, 0.5, 0.25 + 2e-5, 0.125), [0, 0, 0], Verdict.DIFFERENT, "from step 3 on"),
+    (curve(1.0, 0.5, 0.25 + 2e-3, 0.125), [1e-5, 3e-3 / MARGIN], Verdict.SAME, "up to rounding"),
+    (curve(1.0, 0.5, 0.25 + 4e-3, 0.125), [3e-3 / MARGIN] * NUDGES, Verdict.DIFFERENT, "from step 3 on"),
+    (curve(1.0, 0.5, 0.25, 9.0), [0.06 / MARGIN], Verdict.UNJUDGED, "at 4 of 4 points"),
+    (curve(1.0, 0.5, 0.25), [], Verdict.SAME, "1 points are not logged any more"),
+    ({"train/other": {1: 1.0}}, [], Verdict.UNJUDGED, "nothing is left"),
+    (curve(1.0) | {"diverged": {2: 1.0}}, [], Verdict.DIFFERENT, "diverges at step 2"),
 )
 def test_ten_times_the_effect_of_the_nudges_is_rounding(
     now: dict[str, dict[int, float]], effects: list[float], verdict: Verdict, words: str

@@ -163,16 +163,13 @@ def test_top5_accuracy_counts_the_five_largest_outputs() -> None:
     assert "top5_accuracy" in workload.eval_metrics()
 
 
-@pytest.mark.parametrize(
-    ("overrides", "key"),
-    [
-        (("workload.top5=true", "data=synthetic", "data.num_classes=5", "data.num_samples=64"), "workload.top5"),
-        (("workload.class_weights=[1,2]",), "workload.class_weights"),
-        (("workload.class_weights=[1,-2]",), "workload.class_weights"),
-        (("workload.class_weights=[1,2]", "workload.balance_classes=true"), "workload.balance_classes"),
-        (("workload.mixup=-1",), "workload.mixup"),
-        (("workload.cutmix=-0.1",), "workload.cutmix"),
-    ],
+@pytest.mark.cases(
+    (("workload.top5=true", "data=synthetic", "data.num_classes=5", "data.num_samples=64"), "workload.top5"),
+    (("workload.class_weights=[1,2]",), "workload.class_weights"),
+    (("workload.class_weights=[1,-2]",), "workload.class_weights"),
+    (("workload.class_weights=[1,2]", "workload.balance_classes=true"), "workload.balance_classes"),
+    (("workload.mixup=-1",), "workload.mixup"),
+    (("workload.cutmix=-0.1",), "workload.cutmix"),
 )
 def test_options_that_do_not_fit_are_refused(overrides: tuple[str, ...], key: str) -> None:
     with pytest.raises(ConfigError) as refusal:

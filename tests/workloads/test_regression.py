@@ -171,13 +171,10 @@ def test_the_model_of_a_run_predicts_in_the_units_of_the_file(tmp_path: Path) ->
         run.image_input()
 
 
-@pytest.mark.parametrize(
-    ("words", "key", "word"),
-    [
-        (("data=digits",), "data", "data=tabular"),
-        (("model=convnet",), "model", "model=qnet"),
-        (("workload.loss_function=msle",), "workload.loss_function", "mse"),
-    ],
+@pytest.mark.cases(
+    (("data=digits",), "data", "data=tabular"),
+    (("model=convnet",), "model", "model=qnet"),
+    (("workload.loss_function=msle",), "workload.loss_function", "mse"),
 )
 def test_configs_that_cannot_be_trained_are_refused_by_key(words: tuple[str, ...], key: str, word: str) -> None:
     with pytest.raises(ConfigError) as refused:

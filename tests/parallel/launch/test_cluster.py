@@ -43,23 +43,20 @@ def started(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]) -> RankI
 TORCHRUN_INFO, SLURM_INFO = RankInfo(5, 8, 1, 4, "gpu07", 29500), RankInfo(5, 7, 1, 3, "gpu07", 20000 + 123456 % 20000)
 
 
-@pytest.mark.parametrize(
-    ("variables", "found"),
-    [
-        ({}, None),
-        (TORCHRUN, TORCHRUN_INFO),
-        # A user's shell may export a variable such as RANK without torchrun.
-        *(({name: TORCHRUN[name] for name in TORCHRUN if name != missing}, None) for missing in TORCHRUN),
-        (SLURM, SLURM_INFO),
-        (SLURM | TORCHRUN, TORCHRUN_INFO),  # torchrun within srun takes precedence
-        (
-            SLURM | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "4321"},
-            SLURM_INFO._replace(host="10.0.0.1", port=4321),
-        ),
-        # `sbatch --ntasks=7` sets SLURM_NTASKS=7 in the batch script, but runs it once: srun starts the tasks.
-        ({"SLURM_JOB_ID": "1", "SLURM_NTASKS": "7", "SLURM_PROCID": "0"}, None),
-        (SLURM | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, None),  # `srun --pty bash` starts a single task
-    ],
+@pytest.mark.cases(
+    ({}, None),
+    (TORCHRUN, TORCHRUN_INFO),
+    # A user's shell may export a variable such as RANK without torchrun.
+    *(({name: TORCHRUN[name] for name in TORCHRUN if name != missing}, None) for missing in TORCHRUN),
+    (SLURM, SLURM_INFO),
+    (SLURM | TORCHRUN, TORCHRUN_INFO),  # torchrun within srun takes precedence
+    (
+        SLURM | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "4321"},
+        SLURM_INFO._replace(host="10.0.0.1", port=4321),
+    ),
+    # `sbatch --ntasks=7` sets SLURM_NTASKS=7 in the batch script, but runs it once: srun starts the tasks.
+    ({"SLURM_JOB_ID": "1", "SLURM_NTASKS": "7", "SLURM_PROCID": "0"}, None),
+    (SLURM | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, None),  # `srun --pty bash` starts a single task,
     ids=range(13),
 )
 def test_the_rank_is_read_from_the_variables_of_the_launcher(
@@ -80,15 +77,12 @@ def test_the_number_of_tasks_on_a_node(per_node: str, node: int, wanted: int, mo
     assert rank_info.local_world_size == wanted
 
 
-@pytest.mark.parametrize(
-    ("nodes", "wanted"),
-    [
-        ("gpu07", "gpu07"),
-        ("gpu[07-09,12],login", "gpu07"),
-        ("rack[1-2]-gpu[3-4]", "rack1-gpu3"),
-        ("a-b.cluster.org,c", "a-b.cluster.org"),
-        ("gpu[001-128].cluster", "gpu001.cluster"),
-    ],
+@pytest.mark.cases(
+    ("gpu07", "gpu07"),
+    ("gpu[07-09,12],login", "gpu07"),
+    ("rack[1-2]-gpu[3-4]", "rack1-gpu3"),
+    ("a-b.cluster.org,c", "a-b.cluster.org"),
+    ("gpu[001-128].cluster", "gpu001.cluster"),
 )
 def test_the_first_host_of_a_node_list(nodes: str, wanted: str) -> None:
     assert first_host(nodes) == wanted

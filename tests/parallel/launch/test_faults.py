@@ -134,14 +134,11 @@ def resumed(command: Command, step: int) -> bool:
     return f"resumed after step {step}" in command.log
 
 
-@pytest.mark.parametrize(
-    ("options", "rank"),
-    [
-        (("parallel=hogwild",), 1),
-        (("parallel.processes=3", "batch_size=63"), 2),
-        pytest.param(("parallel=fsdp",), 1, marks=SLOW),
-        pytest.param(("parallel=ensemble",), 1, marks=SLOW),
-    ],
+@pytest.mark.cases(
+    (("parallel=hogwild",), 1),
+    (("parallel.processes=3", "batch_size=63"), 2),
+    pytest.param(("parallel=fsdp",), 1, marks=SLOW),
+    pytest.param(("parallel=ensemble",), 1, marks=SLOW),
     ids=str,
 )
 def test_a_killed_rank_ends_the_run(options: tuple[str, ...], rank: int, tmp_path: Path) -> None:
@@ -251,13 +248,10 @@ def changed(change: Callable[[Run, Session], Any]) -> Work:
     return partial(rank_functions.train_with_change, change)
 
 
-@pytest.mark.parametrize(
-    ("change", "rank", "error", "line"),
-    [
-        (partial(rank_functions.fail_at, 0, 13, ValueError("a bad number")), 0, "ValueError: a bad number", "raise"),
-        (partial(rank_functions.fail_at, 1, 2, SystemExit(3)), 1, "SystemExit: 3", "raise error"),
-        (partial(rank_functions.fail_in_evaluation, 1), 1, "ZeroDivisionError: no samples", "raise Zero"),
-    ],
+@pytest.mark.cases(
+    (partial(rank_functions.fail_at, 0, 13, ValueError("a bad number")), 0, "ValueError: a bad number", "raise"),
+    (partial(rank_functions.fail_at, 1, 2, SystemExit(3)), 1, "SystemExit: 3", "raise error"),
+    (partial(rank_functions.fail_in_evaluation, 1), 1, "ZeroDivisionError: no samples", "raise Zero"),
     ids=["step", "exit", "evaluation"],
 )
 def test_the_error_of_a_rank_is_printed_once_with_its_traceback(

@@ -40,15 +40,12 @@ def test_abort_does_not_end_a_backend_in_agreement_with_the_other_ranks() -> Non
 ONE = ("cuda", "GPU-1")
 
 
-@pytest.mark.parametrize(
-    ("devices", "refused"),
-    [
-        ([ONE, ("cuda", "GPU-2")], None),
-        ([ONE, ONE], ("parallel.processes", 2)),
-        ([ONE, ("cpu", "")], ("device.kind", "cuda, cpu")),
-        ([ONE, None], ("device.kind", "gpu")),
-        ([None, None], ("device.kind", "gpu")),
-    ],
+@pytest.mark.cases(
+    ([ONE, ("cuda", "GPU-2")], None),
+    ([ONE, ONE], ("parallel.processes", 2)),
+    ([ONE, ("cpu", "")], ("device.kind", "cuda, cpu")),
+    ([ONE, None], ("device.kind", "gpu")),
+    ([None, None], ("device.kind", "gpu")),
     ids=str,
 )
 def test_devices_that_do_not_fit_together_are_refused_on_all_ranks(

@@ -74,14 +74,11 @@ def test_ranks_share_the_cores_of_a_cpu_quota(monkeypatch: pytest.MonkeyPatch) -
     assert numbers == [3]
 
 
-@pytest.mark.parametrize(
-    ("asked", "overrides", "wanted"),
-    [
-        (None, ["device.threads=null"], max(1, len(cpu._allowed_cores()) // 2)),
-        (None, ["device.threads=3"], 3),
-        ("5", ["device.threads=null"], 5),
-        ("5", ["device.threads=3"], 3),
-    ],
+@pytest.mark.cases(
+    (None, ["device.threads=null"], max(1, len(cpu._allowed_cores()) // 2)),
+    (None, ["device.threads=3"], 3),
+    ("5", ["device.threads=null"], 5),
+    ("5", ["device.threads=3"], 3),
     ids=["an equal share of the cores", "device.threads", "OMP_NUM_THREADS", "device.threads wins"],
 )
 def test_the_number_of_threads_of_each_rank(asked: str | None, overrides: list[str], wanted: int) -> None:

@@ -89,14 +89,11 @@ def test_the_heartbeat_timeout_starts_at_the_first_heartbeat(monkeypatch: pytest
         ranks.wait(StopRequest())
 
 
-@pytest.mark.parametrize(
-    ("progress", "reports", "seconds", "stalled"),
-    [
-        ([7, 7], [None, None], 99, False),  # no rank waits for the other: both may compute for any time
-        ([7, 6], [None, None], 99, True),  # rank 0 has started a collective that rank 1 has not
-        ([7, 6], [None, None], 4, False),
-        ([7, 6], [None, Report(value=1)], 99, False),  # rank 1 is done, so that no rank waits for it
-    ],
+@pytest.mark.cases(
+    ([7, 7], [None, None], 99, False),  # no rank waits for the other: both may compute for any time
+    ([7, 6], [None, None], 99, True),  # rank 0 has started a collective that rank 1 has not
+    ([7, 6], [None, None], 4, False),
+    ([7, 6], [None, Report(value=1)], 99, False),  # rank 1 is done, so that no rank waits for it,
 )
 def test_ranks_that_wait_for_a_hanging_rank_are_detected(
     progress: list[int], reports: list[Report | None], seconds: float, stalled: bool
@@ -163,31 +160,28 @@ OWN, OTHERS, DONE = report_of(ValueError("x")), report_of(CONNECTION_CLOSED), Re
 LATER = report_of(TypeError("y"))
 
 
-@pytest.mark.parametrize(
-    ("codes", "reports", "silent", "wanted"),
-    [
-        # killed
-        ([-9, 1], [None, OTHERS], [], "rank 0 was killed by SIGKILL"),
-        ([1, 1, -11], [OTHERS, OTHERS, None], [], "rank 2 was killed by SIGSEGV"),
-        ([None, 7], [None, None], [], "rank 1 exited with code 7"),
-        # aborted by NCCL's watchdog after a collective has timed out
-        ([-6, 1], [None, OWN], [], "rank 1 failed: ValueError: x"),
-        ([-6, None], [None, None], [], "rank 1 did not reach"),
-        ([-6, -9], [None, None], [], "rank 1 was killed by SIGKILL"),
-        ([-6, 1], [None, OTHERS], [], "rank 0 was killed by SIGABRT"),
-        # raised
-        ([1, 1], [OTHERS, OWN], [], "rank 1 failed: ValueError: x"),
-        ([1, 1], [LATER, OWN], [], "rank 1 failed: ValueError: x"),
-        ([1, None], [OWN, None], [1], "rank 0 failed: ValueError: x"),
-        # stopped
-        ([None, None], [None, None], [1], "rank 1 did not reach"),
-        ([1, None, 1], [OTHERS, None, OTHERS], [], "rank 1 did not reach"),
-        ([None, 1], [None, OTHERS], [0], "rank 0 did not reach"),
-        ([0, None], [DONE, None], [1], "rank 1 did not reach"),
-        # all have lost their peers: the first to report is blamed
-        ([1, 1], [OTHERS, OTHERS], [], "rank 0 failed: RuntimeError: [gloo"),
-        ([0, 1], [DONE, OTHERS], [], "rank 1 failed: RuntimeError: [gloo"),
-    ],
+@pytest.mark.cases(
+    # killed
+    ([-9, 1], [None, OTHERS], [], "rank 0 was killed by SIGKILL"),
+    ([1, 1, -11], [OTHERS, OTHERS, None], [], "rank 2 was killed by SIGSEGV"),
+    ([None, 7], [None, None], [], "rank 1 exited with code 7"),
+    # aborted by NCCL's watchdog after a collective has timed out
+    ([-6, 1], [None, OWN], [], "rank 1 failed: ValueError: x"),
+    ([-6, None], [None, None], [], "rank 1 did not reach"),
+    ([-6, -9], [None, None], [], "rank 1 was killed by SIGKILL"),
+    ([-6, 1], [None, OTHERS], [], "rank 0 was killed by SIGABRT"),
+    # raised
+    ([1, 1], [OTHERS, OWN], [], "rank 1 failed: ValueError: x"),
+    ([1, 1], [LATER, OWN], [], "rank 1 failed: ValueError: x"),
+    ([1, None], [OWN, None], [1], "rank 0 failed: ValueError: x"),
+    # stopped
+    ([None, None], [None, None], [1], "rank 1 did not reach"),
+    ([1, None, 1], [OTHERS, None, OTHERS], [], "rank 1 did not reach"),
+    ([None, 1], [None, OTHERS], [0], "rank 0 did not reach"),
+    ([0, None], [DONE, None], [1], "rank 1 did not reach"),
+    # all have lost their peers: the first to report is blamed
+    ([1, 1], [OTHERS, OTHERS], [], "rank 0 failed: RuntimeError: [gloo"),
+    ([0, 1], [DONE, OTHERS], [], "rank 1 failed: RuntimeError: [gloo"),
 )
 def test_the_rank_that_caused_the_failure_is_blamed(
     codes: list[int | None], reports: list[Report | None], silent: list[int], wanted: str
@@ -230,18 +224,15 @@ def test_the_report_of_a_crashed_error_contains_its_cause_and_result() -> None:
 REMOTE = "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely."
 
 
-@pytest.mark.parametrize(
-    ("error", "by_others"),
-    [
-        (CONNECTION_CLOSED, True),
-        (RuntimeError("NCCL communicator was aborted"), True),
-        (DistBackendError(f"NCCL error in: x.cpp:1, remote process exited\n{REMOTE}"), True),
-        (DistBackendError("NCCL error in: x.cpp:1, unhandled cuda error\nncclUnhandledCudaError: Call failed."), False),
-        (RuntimeError("Application timeout caused pair closure"), True),  # of gloo, without its name
-        (DistStoreError("timed out"), True),
-        (DistNetworkError("refused"), True),
-        (RuntimeError("size mismatch"), False),
-    ],
+@pytest.mark.cases(
+    (CONNECTION_CLOSED, True),
+    (RuntimeError("NCCL communicator was aborted"), True),
+    (DistBackendError(f"NCCL error in: x.cpp:1, remote process exited\n{REMOTE}"), True),
+    (DistBackendError("NCCL error in: x.cpp:1, unhandled cuda error\nncclUnhandledCudaError: Call failed."), False),
+    (RuntimeError("Application timeout caused pair closure"), True),  # of gloo, without its name
+    (DistStoreError("timed out"), True),
+    (DistNetworkError("refused"), True),
+    (RuntimeError("size mismatch"), False),
 )
 def test_errors_of_a_lost_peer_are_recognized(error: Exception, by_others: bool) -> None:
     assert report_of(error).by_others == by_others

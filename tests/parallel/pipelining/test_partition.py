@@ -40,14 +40,11 @@ def test_a_cut_is_the_name_of_a_block_or_layer(asked: list[str], found: list[int
     assert positions_of(asked, NAMES) == found
 
 
-@pytest.mark.parametrize(
-    ("asked", "remedy"),
-    [
-        (["layr2.1"], "did you mean layer2.1 or"),
-        (["stem"], "parallel.cuts=[layer1.0]"),
-        (["layer2", "layer1"], "parallel.cuts=[layer1.0,layer2.0]"),
-        (["layer2", "layer2.0"], "parallel.cuts=[layer2.0]"),
-    ],
+@pytest.mark.cases(
+    (["layr2.1"], "did you mean layer2.1 or"),
+    (["stem"], "parallel.cuts=[layer1.0]"),
+    (["layer2", "layer1"], "parallel.cuts=[layer1.0,layer2.0]"),
+    (["layer2", "layer2.0"], "parallel.cuts=[layer2.0]"),
 )
 def test_invalid_cuts_are_refused(asked: list[str], remedy: str) -> None:
     with pytest.raises(ConfigError) as refusal:

@@ -27,35 +27,32 @@ def refusal(*overrides: str) -> ConfigError:
     return refused.value
 
 
-@pytest.mark.parametrize(
-    ("overrides", "key", "got", "remedy"),
-    [
-        ("parallel.cuts=[conv3]", "cuts", "conv3", "did you mean conv2 or conv1?"),
-        ("parallel.cuts=[head] parallel.stages=3", "stages", 3, "parallel.stages=null"),
-        ("parallel.cuts=3", "cuts", 3, "parallel.cuts=[layer3]"),
-        ("parallel.cuts=[]", "cuts", [], "parallel.cuts=[layer3]"),
-        ("parallel.stages=5", "stages", 5, "parallel.stages=4"),
-        ("parallel.processes=1", "processes", 1, "parallel.engine=streams"),
-        ("parallel.stages=4 parallel.processes=2", "stages", 4, "parallel.processes=auto"),
-        ("parallel.stages=4 parallel.processes=50", "stages", 4, "parallel.processes=auto"),
-        ("parallel.processes=50", "processes", 50, "parallel.processes=4"),
-        (
-            "parallel.schedule=zero_bubble parallel.stages=3 parallel.processes=2",
-            "stages",
-            3,
-            "parallel.processes=auto",
-        ),
-        ("parallel.schedule=interleaved_1f1b parallel.processes=3", "processes", 3, "parallel.processes=2"),
-        ("parallel.schedule=2f2b", "schedule", "2f2b", "1f1b"),
-        ("parallel.split_size=12", "split_size", 12, "split_size=8 or parallel.split_size=16"),
-        ("parallel.engine=streams parallel.processes=2", "processes", 2, "parallel.engine=processes"),
-        ("parallel.engine=streams parallel.schedule=1f1b", "schedule", "1f1b", "parallel.schedule=gpipe"),
-        (
-            "parallel.schedule=zero_bubble compile=true data=imagefolder data.root=/nowhere",  # no data is read
-            *("compile", True, "compile=false"),
-        ),
-        ("device=mps", "device.kind", "mps", "device=cpu"),
-    ],
+@pytest.mark.cases(
+    ("parallel.cuts=[conv3]", "cuts", "conv3", "did you mean conv2 or conv1?"),
+    ("parallel.cuts=[head] parallel.stages=3", "stages", 3, "parallel.stages=null"),
+    ("parallel.cuts=3", "cuts", 3, "parallel.cuts=[layer3]"),
+    ("parallel.cuts=[]", "cuts", [], "parallel.cuts=[layer3]"),
+    ("parallel.stages=5", "stages", 5, "parallel.stages=4"),
+    ("parallel.processes=1", "processes", 1, "parallel.engine=streams"),
+    ("parallel.stages=4 parallel.processes=2", "stages", 4, "parallel.processes=auto"),
+    ("parallel.stages=4 parallel.processes=50", "stages", 4, "parallel.processes=auto"),
+    ("parallel.processes=50", "processes", 50, "parallel.processes=4"),
+    (
+        "parallel.schedule=zero_bubble parallel.stages=3 parallel.processes=2",
+        "stages",
+        3,
+        "parallel.processes=auto",
+    ),
+    ("parallel.schedule=interleaved_1f1b parallel.processes=3", "processes", 3, "parallel.processes=2"),
+    ("parallel.schedule=2f2b", "schedule", "2f2b", "1f1b"),
+    ("parallel.split_size=12", "split_size", 12, "split_size=8 or parallel.split_size=16"),
+    ("parallel.engine=streams parallel.processes=2", "processes", 2, "parallel.engine=processes"),
+    ("parallel.engine=streams parallel.schedule=1f1b", "schedule", "1f1b", "parallel.schedule=gpipe"),
+    (
+        "parallel.schedule=zero_bubble compile=true data=imagefolder data.root=/nowhere",  # no data is read
+        *("compile", True, "compile=false"),
+    ),
+    ("device=mps", "device.kind", "mps", "device=cpu"),
 )
 def test_invalid_options_are_refused(overrides: str, key: str, got: object, remedy: str) -> None:
     error = refusal(*overrides.split())
@@ -86,20 +83,17 @@ def test_a_workload_without_a_criterion_is_refused_before_its_data_is_read(mode:
     assert "ddp" in refused.value.remedy
 
 
-@pytest.mark.parametrize(
-    ("overrides", "stages", "processes", "micros"),
-    [
-        ("", 2, 2, 8),
-        ("parallel.stages=3", 3, 3, 16),
-        ("parallel.cuts=[conv2,head]", 3, 3, 16),
-        ("parallel.processes=3", 3, 3, 16),
-        ("parallel.schedule=interleaved_1f1b", 4, 2, 16),
-        ("parallel.schedule=interleaved_1f1b parallel.stages=4", 4, 2, 16),
-        ("parallel.schedule=zero_bubble parallel.stages=4 parallel.processes=2", 4, 2, 16),
-        ("parallel.engine=streams", 2, 1, 8),
-        ("parallel.engine=streams parallel.stages=4", 4, 1, 16),
-        ("parallel.split_size=16 accumulation=2", 2, 2, 2),
-    ],
+@pytest.mark.cases(
+    ("", 2, 2, 8),
+    ("parallel.stages=3", 3, 3, 16),
+    ("parallel.cuts=[conv2,head]", 3, 3, 16),
+    ("parallel.processes=3", 3, 3, 16),
+    ("parallel.schedule=interleaved_1f1b", 4, 2, 16),
+    ("parallel.schedule=interleaved_1f1b parallel.stages=4", 4, 2, 16),
+    ("parallel.schedule=zero_bubble parallel.stages=4 parallel.processes=2", 4, 2, 16),
+    ("parallel.engine=streams", 2, 1, 8),
+    ("parallel.engine=streams parallel.stages=4", 4, 1, 16),
+    ("parallel.split_size=16 accumulation=2", 2, 2, 2),
 )
 def test_unset_options_are_derived_from_the_others(overrides: str, stages: int, processes: int, micros: int) -> None:
     session = prepare(*overrides.split())
@@ -116,15 +110,12 @@ def _two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_two_gpus")
-@pytest.mark.parametrize(
-    ("overrides", "key", "got", "remedy"),
-    [
-        ("parallel.stages=3", "parallel.processes", 3, "at most 2"),
-        ("parallel.engine=streams parallel.stages=3", "parallel.stages", 3, "parallel.stages=2"),
-        ("device.indices=[1]", "parallel.processes", 1, "parallel.processes=2"),
-        ("parallel=model parallel.stages=3", "parallel.stages", 3, "parallel.stages=2"),
-        ("parallel=model parallel.cuts=[nowhere]", "parallel.cuts", "nowhere", "conv2"),
-    ],
+@pytest.mark.cases(
+    ("parallel.stages=3", "parallel.processes", 3, "at most 2"),
+    ("parallel.engine=streams parallel.stages=3", "parallel.stages", 3, "parallel.stages=2"),
+    ("device.indices=[1]", "parallel.processes", 1, "parallel.processes=2"),
+    ("parallel=model parallel.stages=3", "parallel.stages", 3, "parallel.stages=2"),
+    ("parallel=model parallel.cuts=[nowhere]", "parallel.cuts", "nowhere", "conv2"),
 )
 def test_more_stages_than_devices_are_refused(overrides: str, key: str, got: object, remedy: str) -> None:
     error = refusal(*overrides.split())
@@ -138,21 +129,18 @@ Schedule = tuple[str, int, int]
 """A schedule, and the numbers of stages and processes."""
 
 
-@pytest.mark.parametrize(
-    ("samples", "size", "count", "pipeline", "found"),
-    [
-        (120, 12, None, GPIPE, 10),
-        (120, 12, 10, GPIPE, 10),
-        (120, None, None, GPIPE, 8),
-        (120, None, None, ("gpipe", 4, 4), 15),
-        (12, None, None, ("gpipe", 3, 3), 6),
-        (7, None, None, GPIPE, 7),
-        (7, 7, None, GPIPE, 1),
-        (1, None, None, GPIPE, 1),
-        (48, None, None, ("1f1b", 3, 3), 12),
-        (10, None, None, ("interleaved_1f1b", 8, 4), 5),
-        (64, None, None, ("zero_bubble", 2, 2), 8),
-    ],
+@pytest.mark.cases(
+    (120, 12, None, GPIPE, 10),
+    (120, 12, 10, GPIPE, 10),
+    (120, None, None, GPIPE, 8),
+    (120, None, None, ("gpipe", 4, 4), 15),
+    (12, None, None, ("gpipe", 3, 3), 6),
+    (7, None, None, GPIPE, 7),
+    (7, 7, None, GPIPE, 1),
+    (1, None, None, GPIPE, 1),
+    (48, None, None, ("1f1b", 3, 3), 12),
+    (10, None, None, ("interleaved_1f1b", 8, 4), 5),
+    (64, None, None, ("zero_bubble", 2, 2), 8),
 )
 def test_the_number_of_micro_batches(
     samples: int, size: int | None, count: int | None, pipeline: Schedule, found: int
@@ -160,19 +148,16 @@ def test_the_number_of_micro_batches(
     assert num_micro_batches(samples, size, count, *pipeline) == found
 
 
-@pytest.mark.parametrize(
-    ("samples", "size", "count", "pipeline", "key", "got", "remedy"),
-    [
-        (120, 7, None, GPIPE, "split_size", 7, "split_size=6 or parallel.split_size=8"),
-        (120, 200, None, GPIPE, "split_size", 200, "split_size=120"),
-        (64, None, 65, GPIPE, "num_micro_batches", 65, "num_micro_batches=64"),
-        (64, None, 3, GPIPE, "num_micro_batches", 3, "num_micro_batches=2 or parallel.num_micro_batches=4"),
-        (64, 8, 4, GPIPE, "num_micro_batches", 4, "one of the two"),
-        (64, 32, None, FOUR_1F1B, "split_size", 32, "split_size=16"),
-        (8, None, 1, ("interleaved_1f1b", 4, 2), "num_micro_batches", 1, "num_micro_batches=2"),
-        (30, None, 5, ZERO_BUBBLE, "num_micro_batches", 5, "num_micro_batches=3 or parallel.num_micro_batches=6"),
-        (2, None, None, ("1f1b", 3, 3), "schedule", "1f1b", "parallel.schedule=gpipe"),
-    ],
+@pytest.mark.cases(
+    (120, 7, None, GPIPE, "split_size", 7, "split_size=6 or parallel.split_size=8"),
+    (120, 200, None, GPIPE, "split_size", 200, "split_size=120"),
+    (64, None, 65, GPIPE, "num_micro_batches", 65, "num_micro_batches=64"),
+    (64, None, 3, GPIPE, "num_micro_batches", 3, "num_micro_batches=2 or parallel.num_micro_batches=4"),
+    (64, 8, 4, GPIPE, "num_micro_batches", 4, "one of the two"),
+    (64, 32, None, FOUR_1F1B, "split_size", 32, "split_size=16"),
+    (8, None, 1, ("interleaved_1f1b", 4, 2), "num_micro_batches", 1, "num_micro_batches=2"),
+    (30, None, 5, ZERO_BUBBLE, "num_micro_batches", 5, "num_micro_batches=3 or parallel.num_micro_batches=6"),
+    (2, None, None, ("1f1b", 3, 3), "schedule", "1f1b", "parallel.schedule=gpipe"),
 )
 def test_the_error_for_an_impossible_split_suggests_the_nearest_possible_ones(
     samples: int, size: int | None, count: int | None, pipeline: Schedule, key: str, got: object, remedy: str

@@ -222,22 +222,19 @@ class Large(gymnasium.Env):
         )
 
 
-@pytest.mark.parametrize(
-    ("overrides", "key"),
-    [
-        (["env.options={shape: [84, 84, 3], dtype: float32}"], "env.id"),
-        (["env.options={shape: [2, 84, 84, 3]}"], "env.id"),
-        (["env.options={shape: [9], dtype: float32}", "env.frame_stack=2"], "env.frame_stack"),
-        (["env.options={shape: [9], dtype: float32}", "env.frame_skip=2", "model=qnet"], "env.frame_skip"),
-        (["env.options={shape: [9], dtype: float32}", "env.grayscale=true", "model=qnet"], "env.grayscale"),
-        (["env.options={shape: [9], dtype: float32}", "env.image_size=9", "model=qnet"], "env.image_size"),
-        (["env.options={shape: [10, 10], dtype: float32}"], "model"),
-        (["model=qnet"], "model"),
-        (["workload.normalize=true"], "workload.normalize"),
-        (["workload.terminal_on_life_loss=true", "env.id=CartPole-v1", "model=qnet"], "workload.terminal_on_life_loss"),
-        (["workload.replay_size=100000000"], "workload.replay_size"),
-        (["env.options={shapes: 3}"], "env.id"),
-    ],
+@pytest.mark.cases(
+    (["env.options={shape: [84, 84, 3], dtype: float32}"], "env.id"),
+    (["env.options={shape: [2, 84, 84, 3]}"], "env.id"),
+    (["env.options={shape: [9], dtype: float32}", "env.frame_stack=2"], "env.frame_stack"),
+    (["env.options={shape: [9], dtype: float32}", "env.frame_skip=2", "model=qnet"], "env.frame_skip"),
+    (["env.options={shape: [9], dtype: float32}", "env.grayscale=true", "model=qnet"], "env.grayscale"),
+    (["env.options={shape: [9], dtype: float32}", "env.image_size=9", "model=qnet"], "env.image_size"),
+    (["env.options={shape: [10, 10], dtype: float32}"], "model"),
+    (["model=qnet"], "model"),
+    (["workload.normalize=true"], "workload.normalize"),
+    (["workload.terminal_on_life_loss=true", "env.id=CartPole-v1", "model=qnet"], "workload.terminal_on_life_loss"),
+    (["workload.replay_size=100000000"], "workload.replay_size"),
+    (["env.options={shapes: 3}"], "env.id"),
 )
 def test_what_an_agent_cannot_see_is_refused(overrides: list[str], key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(gymnasium.registry, "Large-v0", EnvSpec("Large-v0", Large, disable_env_checker=True))
