@@ -33,7 +33,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
     "optimizer.lr=012.5": ("optimizer.lr: got '012.5'", "number"),
     "name=1.10": ("name: got 1.1", "text"),
     "model.channels=[020,20]": ("model.channels: got ['020', 20]", "list", "whole number"),
-    "model.weights=''": ("model.weights: got ''", "no such file"),
+    "model.weights=''": ("model.weights: got ''", "not empty"),
     # Out of range
     "optimizer.lr=0": ("optimizer.lr: got 0.0", "> 0", "≤ 1000"),
     "optimizer.lr=nan": ("optimizer.lr: got nan", "finite"),
