@@ -28,6 +28,8 @@ class Evaluation(NamedTuple):
     """The values of the metrics by TensorBoard tag."""
     description: dict[str, str]
     """What was evaluated, such as {"data": "Digits, the 359 samples of val, …"}."""
+    details: dict[str, Any]
+    """Tables of it (see `Workload.details`)."""
 
 
 def evaluate_checkpoint(checkpoint: Path, overrides: Sequence[str] = (), split: str | None = None) -> Evaluation:
@@ -53,11 +55,11 @@ def evaluate_checkpoint(checkpoint: Path, overrides: Sequence[str] = (), split: 
         rank_main = partial(_evaluate_rank, run.config, checkpoint, run.workload.split or None)
         here = partial(_evaluate, run, session, checkpoint)
         try:
-            metrics = launcher.launch(here, rank_main, session, Path(scratch))
+            metrics, skipped, details = launcher.launch(here, rank_main, session, Path(scratch))
             description = run.workload.describe()
-            if skipped := metrics.pop(_SKIPPED, 0):
+            if skipped:
                 description["skipped"] = f"{skipped} of these samples, which cannot be read"
-            return Evaluation(metrics, description)
+            return Evaluation(metrics, description, details)
         except ConfigError as error:
             if error.key == "resume" and overrides:  # it is not the checkpoint that is wrong
                 why = "the checkpoint is not one of a run with these options"
@@ -74,17 +76,18 @@ def _session(
 
 def _evaluate_rank(
     config: dict[str, Any], checkpoint: Path, split: str | None, collectives: Collectives
-) -> dict[str, float]:
+) -> tuple[dict[str, float], int, dict[str, Any]]:
     run = build_run(config)
     return _evaluate(run, _session(run, collectives, checkpoint, split), checkpoint)
 
 
-def _evaluate(run: Run, session: Session, checkpoint: Path) -> dict[str, float]:
+def _evaluate(run: Run, session: Session, checkpoint: Path) -> tuple[dict[str, float], int, dict[str, Any]]:
     with run.settings(session.device):
         state = initial_state(run, session, checkpoint.parent.parent)
         state.load(load(checkpoint, session.rank))
         state.model.eval()
         with state.average.applied():
-            metrics, _ = run.parallel.evaluate(state.model)
+            metrics, sums = run.parallel.evaluate(state.model)
         skipped = run.workload.extra_results(session.collectives.all_gather).get(_SKIPPED, 0)
-    return {f"eval/{name}": value for name, value in metrics.items()} | {_SKIPPED: skipped}
+    details = run.workload.details(sums) if session.rank == 0 else {}  # some modes have the sums there alone
+    return {f"eval/{name}": value for name, value in metrics.items()}, skipped, details

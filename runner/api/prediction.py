@@ -27,6 +27,8 @@ class Prediction:
     """The name of the most probable class."""
     probability: float = 0.0
     error: str = ""
+    top: tuple[tuple[str, float], ...] = ()
+    """The most probable classes, as many as were asked for, and their probabilities; the first is that above."""
 
 
 def image_files(paths: Sequence[str | os.PathLike[str]]) -> list[str]:
@@ -47,9 +49,12 @@ def image_files(paths: Sequence[str | os.PathLike[str]]) -> list[str]:
 
 
 def predict(
-    model: torch.nn.Module, inputs: ImageInput, classes: Sequence[str], files: Sequence[str]
+    model: torch.nn.Module, inputs: ImageInput, classes: Sequence[str], files: Sequence[str], top: int = 1
 ) -> Iterator[Prediction]:
-    """Yield the prediction of `model`, a classifier on the CPU, for each file, in the order of the files."""
+    """Yield the prediction of `model`, a classifier on the CPU, for each file, in the order of the files.
+
+    `top` is the number of classes in `Prediction.top`, at most.
+    """
     for start in range(0, len(files), _BATCH):
         batch = files[start : start + _BATCH]
         images: dict[str, torch.Tensor] = {}
@@ -61,7 +66,9 @@ def predict(
                 found[file] = Prediction(file, error=printable(f"{type(error).__name__}: {error}"))
         if images:
             with torch.inference_mode():
-                probabilities, best = model(inputs.normalized(torch.stack([*images.values()]))).softmax(1).max(1)
-            for file, label, probability in zip(images, best, probabilities, strict=True):
-                found[file] = Prediction(file, printable(classes[int(label)]), float(probability))
+                outputs = model(inputs.normalized(torch.stack([*images.values()])))
+                values, indices = outputs.softmax(1).topk(min(top, len(classes)))
+            for file, probabilities, labels in zip(images, values.tolist(), indices.tolist(), strict=True):
+                best = tuple((printable(classes[i]), p) for i, p in zip(labels, probabilities, strict=True))
+                found[file] = Prediction(file, *best[0], top=best)
         yield from (found[file] for file in batch)

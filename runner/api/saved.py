@@ -135,16 +135,21 @@ class SavedRun:
             return evaluate_checkpoint(self.checkpoint(choice), overrides, split).metrics
 
     def predict(
-        self, files: Sequence[str | os.PathLike[str]] | str | os.PathLike[str], choice: str | int = "best"
+        self,
+        files: Sequence[str | os.PathLike[str]] | str | os.PathLike[str],
+        choice: str | int = "best",
+        top: int = 1,
     ) -> list[Prediction]:
         """Return a prediction for each image in `files`: paths of images, and of directories with images at any depth.
 
-        The images are read as in the run's evaluation. If one cannot be read, its prediction has an `error`.
+        The images are read as in the run's evaluation. If one cannot be read, its prediction has an `error`. `top` is
+        the number of the most probable classes in a prediction.
         """
+        check(top >= 1, "top", top, "at least the most probable class is predicted", "top=5, for example")
         step = self._step(choice)
         inputs, classes = self.image_input(step), self.signature(step)["classes"]
         found = image_files([files] if isinstance(files, str | os.PathLike) else files)
-        return list(predict(self.model(step), inputs, classes, found))
+        return list(predict(self.model(step), inputs, classes, found, top))
 
     def image_input(self, choice: str | int = "best") -> ImageInput:
         """Return the transform that turns images into inputs of the model, as in the evaluation of the run."""

@@ -10,10 +10,11 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from runner.analysis.output import csv_text, one_line
 from runner.commands.arguments import Parser, command
+from runner.config.errors import ABSENT, check
 from runner.system.console import DONE, REFUSED
 from runner.system.secrets import printable
 
@@ -30,22 +31,40 @@ def main(arguments: Sequence[str] | None) -> int:
     forms = parser.add_mutually_exclusive_group()
     forms.add_argument("--csv", action="store_true", help="print CSV, not a table")
     forms.add_argument("--json", action="store_true", help="print JSON, not a table")
+    parser.add_argument("--top", metavar="K", type=int, default=1, help="also print the next classes: K in all")
+    every = "with --csv or --json, print the probability of every class"
+    parser.add_argument("--probabilities", action="store_true", help=every)
     options = parser.parsed(arguments)
     from runner.api.saved import load
 
-    predictions = load(options.run).predict(options.files, options.checkpoint)
-    rows = [[printable(each.file), each.label, each.probability, each.error] for each in predictions]
+    why, remedy = "a table would have a column for each class", "add --csv or --json"
+    check(options.csv or options.json or not options.probabilities, "--probabilities", ABSENT, why, remedy)
+    check(options.top >= 1, "--top", options.top, "at least the most probable class is printed", "--top 5, for example")
+    run = load(options.run)
+    classes = [*map(printable, run.signature(options.checkpoint).get("classes", []))] if options.probabilities else []
+    predictions = run.predict(options.files, options.checkpoint, max(options.top, len(classes)))
     names = ["file", "class", "probability", "error"]
+    names += [f"{name} {i}" for i in range(2, options.top + 1) for name in ("class", "probability")]
+    names += [f"probability of {each}" for each in classes]
+    rows = [_row(each, options.top, classes) for each in predictions]
     if options.csv:
         sys.stdout.write(csv_text([names, *rows]))
     elif options.json:
         print(json.dumps([dict(zip(names, row, strict=True)) for row in rows], indent=2))
     else:
-        print(_as_table(predictions))
+        print(_as_table(predictions, options.top))
     return REFUSED if all(each.error for each in predictions) else DONE
 
 
-def _as_table(predictions: list[Prediction]) -> str:
+def _row(prediction: Prediction, top: int, classes: list[str]) -> list[Any]:
+    others = [cell for pair in prediction.top[1:top] for cell in pair]
+    others += [None] * (2 * (top - 1) - len(others))  # a file that cannot be read, or fewer classes
+    probability = dict(prediction.top)
+    named = [printable(prediction.file), prediction.label, prediction.probability, prediction.error]
+    return [*named, *others, *(probability.get(each) for each in classes)]
+
+
+def _as_table(predictions: list[Prediction], top: int) -> str:
     from rich.cells import cell_len, set_cell_size
 
     # Names of classes may come from somebody else.
@@ -55,5 +74,7 @@ def _as_table(predictions: list[Prediction]) -> str:
     for label, each in zip(labels, predictions, strict=True):
         probability = " " * 6 if each.error else f"{each.probability:6.1%}"
         why = f": {printable(each.error)}" if each.error else ""
-        lines.append(f"{set_cell_size(label, width)}  {probability}  {printable(each.file)}{why}")
+        others = ", ".join(f"{one_line(name)} {share:.1%}" for name, share in each.top[1:top])
+        ending = f"  ({others})" if others else why
+        lines.append(f"{set_cell_size(label, width)}  {probability}  {printable(each.file)}{ending}")
     return "\n".join(lines)

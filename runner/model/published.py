@@ -8,7 +8,7 @@ import os
 import re
 import socket
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import urlparse
 
 import torch
@@ -49,7 +49,8 @@ def published(name: str) -> Published:
     from torchvision import models
 
     try:
-        url = (models.get_weight(name) if "_Weights." in name else models.get_model_weights(name).DEFAULT).url
+        of_name: Any = models.get_weight if "_Weights." in name else models.get_model_weights
+        url = getattr(of_name(name), "DEFAULT", of_name(name)).url
     except (ValueError, KeyError, AttributeError):
         why = f"there is no such file in {Path(name).parent.absolute()}, nor are there weights of this name;"
         near = did_you_mean(name, models.list_models(module=models))

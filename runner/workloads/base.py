@@ -125,6 +125,13 @@ class Workload(ABC):
         """Return pictures of the last evaluation, as in `Tracker.images`, given the sums over all ranks; on rank 0."""
         return {}
 
+    def details(self, sums: MetricSums) -> dict[str, Any]:
+        """Return tables of an evaluation as plain values that JSON has, given the sums over all ranks; on rank 0.
+
+        `classes` is a list of a dict for each class, and `confusion` counts of true (rows) and predicted classes.
+        """
+        return {}
+
     # What a checkpoint says about the data
 
     def signature(self) -> dict[str, Any]:

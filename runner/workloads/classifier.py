@@ -158,6 +158,22 @@ class Classifier(DataWorkload[LabeledSamples]):
         means |= {"top5_accuracy": int(sums["top5"]) / count} if self.top5 else {}
         return means | self.extra.compute(sums, sums["loss"].device)
 
+    def details(self, sums: MetricSums) -> dict[str, Any]:
+        """Return the precision, the recall and F1 of each class; None if it has no samples or no predictions."""
+        counts = self._confusion(sums)
+        if counts is None:
+            return {}
+        right, samples, predicted = counts.diagonal().double(), counts.sum(1), counts.sum(0)
+        ratios = (samples, right / predicted, right / samples, 2 * right / (samples + predicted))
+        numbers = ([None if math.isnan(each) else each for each in ratio.tolist()] for ratio in ratios)
+        names, keys = self.held_out.class_names, ("class", "samples", "precision", "recall", "f1")
+        classes = [dict(zip(keys, row, strict=True)) for row in zip(names, *numbers, strict=True)]
+        return {"classes": classes, "confusion": counts.tolist()}
+
+    def _confusion(self, sums: MetricSums) -> torch.Tensor | None:
+        num_classes = math.isqrt(len(sums["confusion"]))
+        return sums["confusion"].cpu().view(num_classes, num_classes) if num_classes else None
+
     def vote(self, outputs: torch.Tensor) -> torch.Tensor:
         """Return the logarithm of the mean of the models' class probabilities, [n, num_classes]."""
         return outputs.log_softmax(-1).logsumexp(0) - math.log(len(outputs))
@@ -178,8 +194,7 @@ class Classifier(DataWorkload[LabeledSamples]):
                 caption = f"{names[predictions[row]]} {confidence[row] / 10:.0f}%"
                 captions.append(caption if right else f"{caption}\nis {names[targets[row]]}")
             images[tag] = grid(self.held_out.display_images(rows.tolist()), captions, good)
-        if num_classes := int(len(sums["confusion"]) ** 0.5):
-            counts = sums["confusion"].cpu().view(num_classes, num_classes)
+        if (counts := self._confusion(sums)) is not None:
             images["eval/confusion"] = confusion_matrix(counts, names)
             images["eval/class_accuracy"] = class_shares(counts, names)
         return images

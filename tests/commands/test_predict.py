@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from helpers.checkpoint_edits import rewrite_manifest
 from helpers.compose import TINY_CPU
 from helpers.runs import write_images
@@ -50,6 +51,27 @@ def test_the_table_csv_and_json_have_every_prediction(run: runner.SavedRun, caps
     assert [line.split() for line in lines] == [[e.label, f"{e.probability:.1%}", e.file] for e in wanted[1:]]
 
 
+def test_the_next_classes_and_all_probabilities_are_those_of_the_model(run: runner.SavedRun, capsys: Told) -> None:
+    files = ["photos/val/cat", "photos/val/broken.png"]
+    model, read = run.model("best"), run.image_input("best")
+    paths = sorted(Path("photos/val/cat").iterdir())
+    with torch.inference_mode():
+        wanted = model(read.normalized(torch.stack([read.read(str(path)) for path in paths]))).softmax(1)
+    assert predict.main([str(run.directory), *files, "--csv", "--top", "3", "--probabilities"]) == 0
+    *rows, broken = csv.DictReader(capsys.readouterr().out.splitlines())
+    for name, of_class in zip(("cat", "dog"), wanted.T, strict=True):
+        assert [float(row[f"probability of {name}"]) for row in rows] == pytest.approx(of_class.tolist(), abs=1e-6)
+    for row, probabilities in zip(rows, wanted, strict=True):
+        order = ["cat", "dog"] if probabilities[0] > probabilities[1] else ["dog", "cat"]
+        assert [row["class"], row["class 2"], row["class 3"]] == [*order, ""], "there are two classes"
+        assert float(row["probability 2"]) == pytest.approx(float(probabilities.min()), abs=1e-6)
+    assert {row["file"] for row in rows} == {str(path) for path in paths}
+    assert broken["error"]
+    assert {broken[key] for key in ("class 2", "probability 2", "probability of cat")} == {""}
+    assert predict.main([str(run.directory), *files, "--top", "2"]) == 0
+    assert capsys.readouterr().out.splitlines()[0].endswith(f"({rows[0]['class 2']} {wanted[0].min():.1%})")
+
+
 def test_class_names_are_escaped_in_the_terminal_and_in_csv(run: runner.SavedRun, capsys: Told) -> None:
     path = run.checkpoint("best")
     signature = json.loads((path / "model.json").read_text())
@@ -71,6 +93,8 @@ def test_mistakes_are_refused_with_the_key(run: runner.SavedRun, capsys: Told) -
         ("empty",): "FILES",
         ("nowhere.png",): "FILES",
         ("photos/val", "--checkpoint", "3"): "--checkpoint",
+        ("photos/val", "--top", "0"): "--top",
+        ("photos/val", "--probabilities"): "--probabilities",
     }.items():
         assert predict.main([str(run.directory), *words]) == 2
         captured = capsys.readouterr()
