@@ -24,7 +24,7 @@ from runner.parallel.session import Session
 from runner.system.accelerator import properties
 from runner.system.console import open_console
 from runner.system.cpu import cores_per_process
-from runner.system.forkserver import start_server
+from runner.system.forkserver import show_name, start_server
 from runner.system.signals import StopRequest, before_training
 
 log = logging.getLogger(__name__)
@@ -188,6 +188,7 @@ def _run_rank(
 ) -> None:
     """Run a rank that `LocalProcesses` has started, from its first heartbeat to its report."""
     open_console()
+    show_name(f"rank {rank_info.rank}")
     send = start_heartbeat(pipe, process_group.progress, process_group.fail_collectives)
     # Ctrl-C reaches all processes of a terminal, so a rank may stop before it receives the supervisor's signal. Threads
     # that were started during training do not block that signal: without a handler, it would kill the rank.

@@ -28,7 +28,7 @@ from runner.storage.files import is_locked
 from runner.sweep.engines.base import Ended, Engine, Job, Pool
 from runner.system.console import CRASHED, STOPPED
 from runner.system.cpu import usable_core_numbers
-from runner.system.forkserver import METHOD, become_command, start_server
+from runner.system.forkserver import METHOD, become_command, show_name, start_server
 
 _SERVER_DIED = 255
 """The exit code that multiprocessing reports for all children of a fork server that has died, also if they run on."""
@@ -160,8 +160,7 @@ def _run_command(
     while they still run, each new process therefore waits until the earlier one has ended, and then goes on from there.
     """
     become_command()
-    with suppress(OSError):  # what ps and top show on Linux: its first 15 bytes
-        Path("/proc/self/comm").write_text(current_process().name)
+    show_name(current_process().name)
     file = os.open(console, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
     fcntl.flock(file, fcntl.LOCK_EX)
     for stream in (1, 2):
