@@ -235,7 +235,7 @@ class State:
             raise DivergedError(self.step, broken[0])
         self.metrics |= metrics
         self.stopping.evaluated(metrics, self.step)
-        name, direction = self.run.workload.best
+        name, direction = self.run.workload.selection
         value, best = metrics[f"eval/{name}"], self.best.get("value")
         if best is not None and not {"max": value > best, "min": value < best}[direction]:
             return False

@@ -267,7 +267,7 @@ def evaluate(state: State, recorder: Recorder, progress: Progress) -> bool:
     if state.session.rank == 0:  # which alone writes images
         recorder.images(run.workload.images(sums) | run.parallel.images(state.directory), state.step)
     is_best = state.record_evaluation(metrics)
-    recorder.scalars({f"best/{run.workload.best[0]}": state.best["value"]}, state.step)
+    recorder.scalars({f"best/{run.workload.selection[0]}": state.best["value"]}, state.step)
     return is_best
 
 

@@ -249,7 +249,8 @@ def direction(metric: str, runs: Iterable[MeasuredRun]) -> str:
     with suppress(Exception):  # the package of the workload may raise anything
         from runner.workloads.base import Workload
 
-        name, best_is = load_class(selected[0][0].config["workload"]["_target_"], Workload).best
+        options = selected[0][0].config["workload"]
+        name, best_is = load_class(options["_target_"], Workload).best_for(options)
         if metric == f"eval/{name}":
             return best_is
     return "min" if _LOWER_IS_BETTER.search(metric.rpartition("/")[2]) else "max"

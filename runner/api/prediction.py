@@ -69,6 +69,6 @@ def predict(
                 outputs = model(inputs.normalized(torch.stack([*images.values()])))
                 values, indices = outputs.softmax(1).topk(min(top, len(classes)))
             for file, probabilities, labels in zip(images, values.tolist(), indices.tolist(), strict=True):
-                best = tuple((printable(classes[i]), p) for i, p in zip(labels, probabilities, strict=True))
+                best = tuple((printable(classes[int(i)]), p) for i, p in zip(labels, probabilities, strict=True))
                 found[file] = Prediction(file, *best[0], top=best)
         yield from (found[file] for file in batch)

@@ -220,7 +220,8 @@ class Planner:
     def best(self) -> tuple[str, str]:
         """The metric, without the prefix `eval/`, and its goal (`min` or `max`) that select the best checkpoint."""
         with errors_under("workload"):
-            return load_class((self.config.get("workload") or {}).get("_target_"), Workload).best
+            options = self.config.get("workload") or {}
+            return load_class(options.get("_target_"), Workload).best_for(options)
 
     def _check_options(self, *folders: Path) -> None:
         """Raise the error of an option that does not exist, before any job runs."""

@@ -100,9 +100,19 @@ class Workload(ABC):
 
     # Evaluation
 
+    @classmethod
+    def best_for(cls, options: Mapping[str, Any]) -> tuple[str, str]:
+        """Return what `best` is with these `options`, the fields of a workload or its saved config."""
+        return cls.best
+
+    @property
+    def selection(self) -> tuple[str, str]:
+        """What `best` is with the options of this workload."""
+        return self.best_for(vars(self))
+
     def eval_metrics(self) -> dict[str, str]:
         """Return the `min` or `max` of each metric by which a run may end early; every evaluation measures them."""
-        return dict([self.best])
+        return dict([self.selection])
 
     @abstractmethod
     def evaluate(
@@ -241,7 +251,7 @@ def check_metrics(workload: Workload, measured: Collection[str] | None = None) -
 
     Before the first evaluation, `measured` is None.
     """
-    (metric, goal), listed, name = workload.best, workload.eval_metrics(), type(workload).__name__
+    (metric, goal), listed, name = workload.selection, workload.eval_metrics(), type(workload).__name__
     if listed.get(metric) != goal or not {*listed.values()} <= {"min", "max"}:
         why = f"best of {name} is {(metric, goal)}, and its eval_metrics() returns {listed}"
         raise ConfigError("workload", ABSENT, why, "let both name the same metric, and say min or max of each")

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 import torch
 
 from runner.batching import MicroBatch, Plan
-from runner.config.errors import check, check_choice, check_range, errors_under
+from runner.config.errors import check, check_choice, check_range, did_you_mean, errors_under
 from runner.data.base import Batch, Data, Samples
 from runner.model.base import Model
 from runner.storage.signature import check_same_names, check_same_samples
@@ -37,6 +37,7 @@ class DataWorkload(SupervisedWorkload, Generic[S]):
     eval_batch_size: int = 256
     overfit_batches: int = 0
     metrics: tuple[str, ...] = ()
+    best_metric: str | None = None
 
     may_change_on_resume: ClassVar[tuple[str, ...]] = ("eval_batch_size", "metrics")
     named_metrics: ClassVar[Mapping[str, Named]] = {}
@@ -45,12 +46,22 @@ class DataWorkload(SupervisedWorkload, Generic[S]):
     def __post_init__(self) -> None:
         self.extra = EvaluationMetrics({})  # until the data is loaded
         check_names("metrics", self._names, self.named_metrics, type(self).__name__)
+        measured = [*self.eval_metrics(), *self.metrics]
+        why, remedy = "evaluations do not measure it;", did_you_mean(self.best_metric or "", measured)
+        check(self.best_metric in (None, *measured), "best_metric", self.best_metric, why, remedy)
         check_range(self, "eval_batch_size", least=1)
         check_range(self, "overfit_batches", least=0)
 
     @abstractmethod
     def usable(self, samples: Samples) -> S:
         """Return `samples`; raises `ConfigError` with the key `data` if this workload cannot be trained on them."""
+
+    @classmethod
+    def best_for(cls, options: Mapping[str, Any]) -> tuple[str, str]:
+        if not (name := options.get("best_metric")):
+            return cls.best
+        named = cls.named_metrics.get(name)
+        return name, named.goal if named else "max" if cls.best_possible.get(name) else "min"
 
     def extra_metrics(self) -> EvaluationMetrics:
         """Return the metrics that evaluations measure besides those of the workload; called once the data is loaded."""

@@ -10,11 +10,13 @@ import pytest
 import sklearn.metrics
 import torch
 from helpers.compose import TINY_CPU, build_composed_run, compose_config, train_in
+from helpers.events import scalar_curves
 from helpers.extras import require
 from helpers.plain_loop import weights_at
 from helpers.ranks import PersistentRanks
 
 from runner.config.errors import ConfigError
+from runner.workloads.classifier import Classifier
 from runner.workloads.evaluation_metrics import OF_CLASSES, OF_NUMBERS, EvaluationMetrics, NamedMetrics
 
 CPU = torch.device("cpu")
@@ -186,11 +188,26 @@ def test_objects_and_functions_of_any_kind_see_each_sample_once_in_order() -> No
         assert refused.value.key == "metrics.mine"
 
 
+@pytest.mark.parametrize(("name", "pick"), [("f1", max), ("calibration_error", min), ("loss", min)])
+def test_the_best_checkpoint_is_that_of_the_chosen_metric(name: str, pick: Callable, tmp_path: Path) -> None:
+    require("torchmetrics")
+    words = (*TINY_CPU, "steps=40", "eval_every=5", "optimizer.lr=0.5", "workload.metrics=[f1,calibration_error]")
+    found = train_in(tmp_path, build_composed_run(*words, f"workload.best_metric={name}", "keep=1")).result
+    values = dict(scalar_curves(tmp_path)[f"eval/{name}"])
+    step = pick(values, key=lambda each: (values[each], -each if pick is max else each))
+    assert found.best == {"metric": f"eval/{name}", "value": pytest.approx(values[step]), "step": step}
+    assert (tmp_path / f"checkpoints/step_{step:08d}").is_dir()
+    assert [step for step, _ in scalar_curves(tmp_path)[f"best/{name}"]] == [*values]
+    options = compose_config(f"workload.best_metric={name}", "workload.metrics=[f1,calibration_error]")["workload"]
+    assert Classifier.best_for(options) == (name, pick.__name__)
+
+
 def test_names_that_cannot_be_measured_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for words, key, remedy in (
         (("workload.metrics=[f1,aurok]",), "workload.metrics", "auroc"),
         (("workload=regression", "workload.metrics=[auroc]"), "workload.metrics", "pearson"),
         (("workload.metrics=[rmse]",), "workload.metrics", "f1"),
+        (("workload.best_metric=f1",), "workload.best_metric", "accuracy"),
         (("workload.metrics=f1",), "workload.metrics", "conf/workload/classifier.yaml"),
     ):
         with pytest.raises(ConfigError) as refused:
