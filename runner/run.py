@@ -16,7 +16,7 @@ import torch
 
 from runner.batching import Accumulation, Plan
 from runner.config.errors import ABSENT, ConfigError, check, check_range, did_you_mean, errors_under
-from runner.config.options import root_keys
+from runner.config.options import chosen_option, root_keys
 from runner.config.other_names import type_instead
 from runner.config.overrides import LOCATION_KEYS
 from runner.config.schema import build, component_fields, load_class, option_fields, typed_values
@@ -144,8 +144,9 @@ class Run:
         """
         session = self.session(collectives)
         if self.optimizer.needs_whole_parameters and session.plan.shards_parameters:
-            why = f"it needs whole parameters, and {type(self.parallel).__name__.lower()} shards them"
-            raise ConfigError("optimizer", type(self.optimizer).__name__, why, "parallel=ddp, or optimizer=adamw")
+            why = f"it needs whole parameters, and {chosen_option('parallel', self.parallel)} shards them"
+            name, remedy = chosen_option("optimizer", self.optimizer), "parallel=ddp, or optimizer=adamw"
+            raise ConfigError("optimizer", name, why, remedy)
         if self.ema.decay is not None and session.plan.steps_per_round > 1:
             why = "the processes of this mode do not wait for each other: there is no sequence of weights to average"
             raise ConfigError("ema.decay", self.ema.decay, why, "ema.decay=null, or another parallel mode")
@@ -242,7 +243,7 @@ def check_used(run: Run, overrides: Iterable[str]) -> None:
             raise ConfigError(key, value, why, "choose one of them")
         group = key.partition(".")[0]
         if group in WORKLOAD_INPUTS and group not in used:
-            why = f"{type(run.workload).__name__} does not use {group}"
+            why = f"workload={chosen_option('workload', run.workload)} does not use {group}"
             raise ConfigError(key, value, why, "leave it out, or choose another workload")
 
 

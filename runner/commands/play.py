@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from runner.analysis.output import check_writable
 from runner.commands.arguments import Parser, command
 from runner.config.errors import ABSENT, ConfigError, check
+from runner.config.options import chosen_option
 from runner.config.overrides import typed_path
 from runner.seeds import derive
 from runner.system.console import DONE
@@ -52,7 +53,7 @@ def main(arguments: Sequence[str] | None) -> int:
     run = load(options.run)
     workload = run.on_one_device(options.checkpoint, options.overrides).workload
     if not isinstance(workload, DQN):
-        why = f"it is a run of workload={type(workload).__name__.lower()}, and only agents play"
+        why = f"it is a run of workload={chosen_option('workload', workload)}, and only agents play"
         raise ConfigError("directory", str(run.directory), why, "name a run of workload=dqn")
     workload.prepare()
     model = run.model(options.checkpoint, options.overrides)

@@ -65,6 +65,12 @@ def option_name(group: str, node: Mapping[str, Any]) -> str:
     return min(candidates, key=lambda option: sum(node.get(key) != value for key, value in option[1].items()))[0]
 
 
+def chosen_option(group: str, component: object) -> str:
+    """Return the name of the option that the class and the values of a component are those of, as `option_name`."""
+    cls = type(component)
+    return option_name(group, {"_target_": f"{cls.__module__}.{cls.__qualname__}", **vars(component)})
+
+
 @cache
 def option_contents(group: str) -> dict[str, dict[str, Any]]:
     """Return the keys and values that the file of each option of a config group sets."""
@@ -82,9 +88,9 @@ def description(option: Path) -> str:
 
 
 def example(group: str, option: str) -> str:
-    """Return the overrides of the example command in the first line of an option file."""
+    """Return the keys that the example command in the first line of an option file sets."""
     with (CONF / group / f"{option}.yaml").open(encoding="utf-8") as file:
-        return file.readline().removeprefix("# python -m runner ").strip()
+        return file.readline().partition(f"{group}={option} ")[2].strip()
 
 
 def option_file(cls: type) -> str:

@@ -12,6 +12,7 @@ import torch
 
 from runner.config.errors import ConfigError, check
 from runner.config.name_patterns import matching, names_to_match
+from runner.config.options import chosen_option
 from runner.model.published import check_available
 from runner.model.weights import load_weights
 
@@ -51,6 +52,9 @@ class Model(ABC):
     def untrusted_values(cls, values: dict[str, Any]) -> dict[str, Any]:
         """Return new values for saved options that were not typed again: a saved config starts no download."""
         return {"download": False} if "download" in values else {}
+
+    def refused(self, why: str, remedy: str) -> ConfigError:
+        return ConfigError("model", chosen_option("model", self), why, remedy)
 
     def build(self, shape: tuple[int, ...], num_classes: int) -> torch.nn.Module:
         """Create the network for inputs of `shape`, with random weights or those that are named, and freeze parameters.

@@ -12,6 +12,7 @@ import torch
 
 from runner.batching import MicroBatch, Plan
 from runner.config.errors import ConfigError, check, check_range
+from runner.config.options import chosen_option
 from runner.data.augment import Mixing
 from runner.data.base import Batch, DataError, LabeledSamples, Samples
 from runner.device import sum_dtype
@@ -62,7 +63,7 @@ class Classifier(DataWorkload[LabeledSamples]):
     def usable(self, samples: Samples) -> LabeledSamples:
         if isinstance(samples, LabeledSamples):
             return samples
-        why, name = "its samples have no classes", type(self.data).__name__
+        why, name = "its samples have no classes", chosen_option("data", self.data)
         raise ConfigError("data", name, why, "use data=digits, for example, or workload=regression for numbers")
 
     def use(self, train: Samples, held_out: Samples) -> None:

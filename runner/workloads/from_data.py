@@ -97,8 +97,9 @@ class DataWorkload(SupervisedWorkload, Generic[S]):
         shapes = self.train.shape, self.held_out.shape
         assert shapes[0] == shapes[1], f"training inputs have shape {shapes[0]}, held-out inputs {shapes[1]}"
         num_dims, shape = self.model.num_dims, list(self.train.shape)
-        why = f"an input of {type(self.data).__name__} has the shape {shape}, this network needs {num_dims} dimensions"
-        check(num_dims is None or len(shape) == num_dims, "model", type(self.model).__name__, why, "use model=qnet")
+        if num_dims not in (None, len(shape)):
+            why = f"an input of {type(self.data).__name__} has the shape {shape}, and it needs {num_dims} dimensions"
+            raise self.model.refused(why, "use model=qnet")
         self.extra = self.extra_metrics()
 
     def samples_identity(self) -> dict[str, Any]:

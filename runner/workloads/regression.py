@@ -11,6 +11,7 @@ import torch
 from torch.nn import functional
 
 from runner.config.errors import ConfigError, check_choice, check_range
+from runner.config.options import chosen_option
 from runner.data.base import RegressionSamples, Samples
 from runner.device import sum_dtype
 from runner.tracking.metrics import MetricSums
@@ -47,7 +48,7 @@ class Regression(DataWorkload[RegressionSamples]):
     def usable(self, samples: Samples) -> RegressionSamples:
         if isinstance(samples, RegressionSamples):
             return samples
-        why, name = "its samples have no numbers to predict", type(self.data).__name__
+        why, name = "its samples have no numbers to predict", chosen_option("data", self.data)
         raise ConfigError("data", name, why, "use data=tabular, or workload=classifier for classes")
 
     def describe(self) -> dict[str, str]:

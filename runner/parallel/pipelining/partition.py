@@ -16,6 +16,7 @@ import torch
 
 from models.blocks import blocks_of as listed_blocks
 from runner.config.errors import ConfigError, check_range, did_you_mean
+from runner.config.options import chosen_option
 from runner.device import synchronize
 from runner.model.base import without_memory
 from runner.parallel.base import move
@@ -101,7 +102,9 @@ def supervised(workload: Workload) -> SupervisedWorkload:
     """Return `workload`; raise a `ConfigError` if its loss needs more than the network's outputs and the targets."""
     if not isinstance(workload, SupervisedWorkload):
         why = "its loss is not criterion(model(inputs), targets), which is all that a split network can compute"
-        raise ConfigError("workload", type(workload).__name__, why, "parallel=ddp or fsdp spread it over processes")
+        raise ConfigError(
+            "workload", chosen_option("workload", workload), why, "parallel=ddp or fsdp spread it over processes"
+        )
     return workload
 
 

@@ -114,14 +114,14 @@ class DQN(Workload):
         with errors_under("env"):
             self.env.prepare()
         shape, num_dims = self.env.shape, len(self.env.shape)
-        fits, why = self.model.num_dims in (None, num_dims), f"it takes images, and {self.env.id} has none"
-        check(fits, "model", type(self.model).__name__, why, "use model=qnet")
+        if self.model.num_dims not in (None, num_dims):
+            raise self.model.refused(f"it takes images, and {self.env.id} has none", "use model=qnet")
         if self.env.pixels is not None:
             fits, why = self.replay_size <= MAX_FRAMES, f"the numbers of its frames are below {MAX_FRAMES:,}"
             check(fits, "workload.replay_size", self.replay_size, why, f"workload.replay_size={MAX_FRAMES}")
-            fits = self.model.num_dims is not None or math.prod(shape) <= _MAX_FLAT
-            why = f"it would flatten images of {'×'.join(map(str, shape))} to vectors"
-            check(fits, "model", type(self.model).__name__, why, "use model=nature_cnn")
+            if self.model.num_dims is None and math.prod(shape) > _MAX_FLAT:
+                why = f"it would flatten images of {'×'.join(map(str, shape))} to vectors"
+                raise self.model.refused(why, "use model=nature_cnn")
             why, remedy = "images are scaled anyway", "workload.normalize=false"
             check(not self.normalize, "workload.normalize", True, why, remedy)
         if self.terminal_on_life_loss:
@@ -156,9 +156,9 @@ class DQN(Workload):
 
         with errors_under("model"):
             online = self.model.build(self.env.shape, self.env.num_actions)
-        fits = not any(isinstance(module, _BatchNorm) for module in online.modules())
-        why = "its batch normalization would let an action depend on what is seen in other environments"
-        check(fits, "model", type(self.model).__name__, why, "use model.norm=group if it has it, or model=nature_cnn")
+        if any(isinstance(module, _BatchNorm) for module in online.modules()):
+            why = "its batch normalization would let an action depend on what is seen in other environments"
+            raise self.model.refused(why, "use model.norm=group if it has it, or model=nature_cnn")
         pixel_scale = None if self.env.pixels is None else self.env.pixels.scale
         scaling = evaluation.observation_scaling(self.env, self.warm_up) if self.normalize else (None, None)
         return WithTarget(online, *scaling, pixel_scale)

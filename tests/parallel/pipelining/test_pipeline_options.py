@@ -79,7 +79,7 @@ def test_a_workload_without_a_criterion_is_refused_before_its_data_is_read(mode:
     run = build_composed_run("workload=dqn", f"parallel={mode}")
     with pytest.raises(ConfigError) as refused:
         run.session(first_process(run))
-    assert (refused.value.key, refused.value.got) == ("workload", "DQN")
+    assert (refused.value.key, refused.value.got) == ("workload", "dqn")
     assert "ddp" in refused.value.remedy
 
 

@@ -376,7 +376,7 @@ def test_the_best_policy_is_filmed_and_environments_that_cannot_be_saved_start_n
 REFUSED: dict[str, tuple[str, object, str]] = {
     "env.id=CartPol-v1": ("env.id", "CartPol-v1", "env=cartpole"),
     "env.id=Pendulum-v1": ("env.id", "Pendulum-v1", "env=cartpole"),
-    "model=convnet": ("model", "ConvNet", "model=qnet"),
+    "model=convnet": ("model", "convnet", "model=qnet"),
     "env.num_envs=0": ("env.num_envs", 0, "conf/env/"),
     "workload.warm_up=1000 env.num_envs=200 env.vectorization=async": ("env.num_envs", 200, "env.vectorization=sync"),
     "workload.replay_size=32": ("workload.replay_size", 32, "workload.replay_size=128"),
