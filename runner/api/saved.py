@@ -14,7 +14,6 @@ from runner.api.evaluation import evaluate_checkpoint
 from runner.api.execution import settings_kept
 from runner.api.prediction import Prediction, image_files, predict
 from runner.config.errors import ConfigError, check
-from runner.config.options import option_name
 from runner.data.decode import ImageInput
 from runner.model.base import without_memory
 from runner.run import Run, build_run, check_used
@@ -154,10 +153,8 @@ class SavedRun:
     def image_input(self, choice: str | int = "best") -> ImageInput:
         """Return the transform that turns images into inputs of the model, as in the evaluation of the run."""
         signature = self.signature(choice)
-        name = option_name("workload", self.config.get("workload") or {})
-        why = f"it is one of workload={name}, and its checkpoint does not say how images are read"
-        others = "runner play or runner evaluate" if name == "dqn" else "runner evaluate"
-        remedy = f"name a run that classifies square images; {others} takes this one"
+        why = "its checkpoint does not say how images are read"
+        remedy = "name a run that classifies square images; runner evaluate takes all runs, runner play those of agents"
         check(signature.get("image") is not None, "directory", str(self.directory), why, remedy)
         return ImageInput(**signature["image"])
 

@@ -10,7 +10,7 @@ from hydra.errors import MissingConfigException, OverrideParseException
 from omegaconf.errors import OmegaConfBaseException
 
 from runner.config.errors import ABSENT, ConfigError, did_you_mean
-from runner.config.options import example, groups, option_keys, root_keys
+from runner.config.options import groups, option_files, option_keys, root_keys
 from runner.config.other_names import type_instead
 
 
@@ -48,7 +48,8 @@ def _no_such_option(error: Exception) -> ConfigError | None:
             break
     if names == ["default"]:  # there is nothing to choose in this group
         keys = ", ".join(f"{group}.{key}" for key in sorted(option_keys(group, "default")))
-        remedy = f"set its keys: {keys}; for example: {example(group, 'default')}"
+        command = option_files()[group]["default"].read_text(encoding="utf-8").partition("\n")[0]
+        remedy = f"set its keys: {keys}; for example: {command.partition(f'{group}=default ')[2]}"
     return ConfigError(group, option, "there is no such option;", remedy)
 
 

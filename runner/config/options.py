@@ -87,12 +87,6 @@ def description(option: Path) -> str:
     return sentences[0] if sentences else ""
 
 
-def example(group: str, option: str) -> str:
-    """Return the keys that the example command in the first line of an option file sets."""
-    with (CONF / group / f"{option}.yaml").open(encoding="utf-8") as file:
-        return file.readline().partition(f"{group}={option} ")[2].strip()
-
-
 def option_file(cls: type) -> str:
     """Return the path of the option file whose `_target_` is `cls`, for example `conf/optimizer/sgd.yaml`.
 

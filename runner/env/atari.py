@@ -63,7 +63,7 @@ class Atari(Env):
     def _options(self, render_mode: str | None = None) -> dict[str, Any]:
         return dict(self.options or {})
 
-    def _image_wrappers(self) -> dict[str, Any]:
+    def _wrappers(self) -> dict[str, Any]:
         return {}
 
     def _make(self, spec: EnvSpec, num_envs: int, vectorization: str, render_mode: str | None) -> VectorEnv:

@@ -78,7 +78,7 @@ class Env:
         except Exception as error:  # an environment may be anybody's, and says itself what is missing
             why = f"it cannot be created: {type(error).__name__}: {error}"
             raise ConfigError("id", self.id, why, "install what is missing, or choose another environment") from None
-        for key, wrapper in self._image_wrappers().items():
+        for key, wrapper in self._wrappers().items():
             try:
                 single = wrapper(single)
             except Exception as error:
@@ -140,16 +140,13 @@ class Env:
     def _make(self, spec: EnvSpec, num_envs: int, vectorization: str, render_mode: str | None) -> VectorEnv:
         from runner.env.vector import make
 
-        return make(spec, num_envs, vectorization, self._options(render_mode), self._wrappers())
+        return make(spec, num_envs, vectorization, self._options(render_mode), [*self._wrappers().values()])
 
     def _options(self, render_mode: str | None = None) -> dict[str, Any]:
         options = (self.options or {}) | ({"render_mode": render_mode} if render_mode else {})
         return options | ({"max_episode_steps": self.max_episode_steps} if self.max_episode_steps else {})
 
-    def _wrappers(self) -> list[Any]:
-        return [*self._image_wrappers().values()]
-
-    def _image_wrappers(self) -> dict[str, Any]:
+    def _wrappers(self) -> dict[str, Any]:
         """Return functions that wrap a single environment, by the option that asks for them."""
         from gymnasium.wrappers import GrayscaleObservation, MaxAndSkipObservation, ResizeObservation
 

@@ -44,9 +44,6 @@ MAX_ROUNDS = 9
 _PATIENT_STARTS = 4
 """A candidate may take this many times as long to start as the baseline, whatever is left of its group's time."""
 
-_MIN_START = 1.0
-"""The seconds that a candidate takes to start, at least: it may have several processes."""
-
 MAX_START = 600.0
 """The baseline may take these seconds to start, whatever the budget is: all others are compared with it."""
 
@@ -125,7 +122,7 @@ class Search:
         if candidate.run is not None:
             if candidate.run.config in (each.run.config for each in self.candidates if each.run is not None):
                 return
-            start = max(_MIN_START, self.base.startup_seconds)
+            start = max(1.0, self.base.startup_seconds)  # a candidate may have several processes
             seconds = min(self._ends - now, max(until - now, _PATIENT_STARTS * start))
             if candidate.results not in self._allowed:
                 candidate.reason = RESULTS[candidate.results]
