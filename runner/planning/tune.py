@@ -307,7 +307,7 @@ def verdict(report: dict[str, Any]) -> list[str]:
     words = [*([] if config_dir is None else [f"--config-dir={config_dir}"]), *report["typed"], *report["chosen"]]
     lines.append(f"chosen: {report['speedup']:.2f} × as fast as the baseline ({report['seconds']:.0f} s)")
     if steps := sum(row["pays_after_steps"] or 0 for row in report["rows"] if row["overrides"] == report["chosen"]):
-        lines.append(f"pays:   it starts later, and is ahead of the baseline after {steps:,} steps")
+        lines.append(f"pays:   it starts later, and is ahead of the baseline after {steps:,} optimizer steps")
     lines.append(f"run:    python -m runner {shlex.join(words)}")
     if report["directory"] is not None:
         lines.append(f"        {experiment_words(report, os.path.relpath(report['directory']))}")

@@ -58,7 +58,8 @@ def test_the_table_shows_what_was_measured_and_the_verdict_what_to_run() -> None
     assert "2 candidates were not measured" in verdict(report(rows=[row(), late, late]))[0]
     slow_start = row("compile=step", startup_seconds=9.0, speedup=2.0, pays_after_steps=1500)
     assert any(
-        "after 1,500 steps" in line for line in verdict(report(rows=[row(), slow_start], chosen=["compile=step"]))
+        "after 1,500 optimizer steps" in line
+        for line in verdict(report(rows=[row(), slow_start], chosen=["compile=step"]))
     )
     assert "--budget 110" in verdict(report(rows=[row(), late, late]))[0]
 
