@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -16,6 +17,8 @@ from runner.tracking.metrics import MetricSums
 
 Metric: TypeAlias = Callable[..., Any]
 """A `torchmetrics.Metric`, or a function of (outputs, targets) of all samples that returns a number."""
+
+log = logging.getLogger(__name__)
 
 _KEY = "evaluation_metrics"  # in the metric sums
 
@@ -34,7 +37,7 @@ class EvaluationMetrics:
     """
 
     def __init__(self, metrics: Mapping[str, Metric], goals: Mapping[str, str] | None = None):
-        self._metrics = dict(metrics)
+        self._metrics, self._warned = dict(metrics), set[tuple[str, str]]()
         better = {name: getattr(metric, "higher_is_better", None) for name, metric in self._metrics.items()}
         said = {name: "max" if is_higher else "min" for name, is_higher in better.items() if is_higher is not None}
         self.goals = said if goals is None else dict(goals)
@@ -53,9 +56,9 @@ class EvaluationMetrics:
         samples = [each for part in parts for each in part["samples"]]
         outputs, targets = (torch.cat([each[i].to(device) for each in samples]) for i in (0, 1)) if samples else (0, 0)
         values = {}
-        with torch.inference_mode(), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "The ``compute`` method of metric")  # its states were merged
-            for name, metric in self._metrics.items():
+        for name, metric in self._metrics.items():
+            with torch.inference_mode(), warnings.catch_warnings(record=True) as said:
+                warnings.simplefilter("always")
                 if _merges(metric):
                     whole = _fresh(metric, device)
                     for part in reversed(parts):  # `merge_state` puts the samples of the argument first
@@ -65,6 +68,10 @@ class EvaluationMetrics:
                 else:
                     function = _fresh(metric, device) if _is_torchmetrics(metric) else metric
                     values[name] = self._number(name, function(outputs, targets))
+            for text in (str(each.message) for each in said):  # such as of a class without samples
+                if not text.startswith("The ``compute`` method") and (name, text) not in self._warned:
+                    log.warning("eval/%s: %s", name, text)
+                    self._warned.add((name, text))
         return values
 
     def _number(self, name: str, value: Any) -> float:

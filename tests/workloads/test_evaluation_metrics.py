@@ -147,6 +147,16 @@ def test_a_correlation_with_constants_is_0_as_it_would_end_the_run_otherwise() -
     assert found == {"pearson": pytest.approx(0.5), "rmse": pytest.approx(((20 / 3) ** 0.5 + (14 / 3) ** 0.5) / 2)}
 
 
+def test_what_torchmetrics_warns_of_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    """No sample is of the third class: the mean over classes counts it as 0, even if all predictions are right."""
+    require("torchmetrics")
+    metrics, outputs = NamedMetrics(OF_CLASSES, ["auroc"], 3), torch.eye(3)[:2]
+    for _ in range(2):
+        found = metrics.compute(shards_of(metrics, outputs, torch.arange(2), 1, 1), CPU)
+        assert found == {"auroc": pytest.approx(2 / 3)}
+    assert [record.args[0] for record in caplog.records if isinstance(record.args, tuple)] == ["auroc"]
+
+
 def test_objects_and_functions_of_any_kind_see_each_sample_once_in_order() -> None:
     torchmetrics = require("torchmetrics")
     classification = torchmetrics.classification
