@@ -16,7 +16,6 @@ from helpers.compose import TINY_CPU, build_composed_run, compose_config
 from safetensors.torch import load_file, save_file
 
 import runner
-from models.resnet import ResNet
 from runner.config.errors import ConfigError
 
 RESNET = ("model=resnet18", "data=synthetic", "data.num_classes=7", "data.size=32")
@@ -63,13 +62,13 @@ def refusal(*overrides: str) -> ConfigError:
 
 
 def test_weights_are_downloaded_only_if_asked_for_and_only_once(served: Served) -> None:
-    wanted = ResNet(18, 3, 7).state_dict()
+    wanted = built(*TINY_CPU, "seed=1")
     torch.save(wanted, served.root / "weights")
     content = (served.root / "weights").read_bytes()
     name = f"mine-{hashlib.sha256(content).hexdigest()[:8]}.pth"
     for path in (name, "mine-01234567.pth"):
         (served.root / path).write_bytes(content)
-    words = (*RESNET, f"model.weights={served.url}/{name}")
+    words = (*TINY_CPU, f"model.weights={served.url}/{name}")
     unasked = refusal(*words)
     assert (unasked.key, unasked.remedy) == (
         "model.weights",
@@ -81,11 +80,11 @@ def test_weights_are_downloaded_only_if_asked_for_and_only_once(served: Served) 
     assert served.paths == [f"/{name}"], "then it is in torch's cache"
     assert [path.name for path in Path("torch/hub/checkpoints").iterdir() if path.name[0] != "."] == [name]
     for wrong in ("mine-01234567.pth", "absent.pth"):  # another hash than its name says, and none at all
-        refused = refusal(*RESNET, f"model.weights={served.url}/{wrong}", "model.download=true")
+        refused = refusal(*TINY_CPU, f"model.weights={served.url}/{wrong}", "model.download=true")
         assert refused.key == "model.weights"
         assert not Path("torch/hub/checkpoints", wrong).exists()
     (served.root / "code.pth").write_bytes(b"cposix\nsystem\n(S'touch ran'\ntR.")
-    assert refusal(*RESNET, f"model.weights={served.url}/code.pth", "model.download=true").key == "model.weights"
+    assert refusal(*TINY_CPU, f"model.weights={served.url}/code.pth", "model.download=true").key == "model.weights"
     assert not Path("ran").exists()
 
 
@@ -117,7 +116,7 @@ def test_what_names_no_weights_is_refused(served: Served) -> None:
         (("model.download=true",), "model.download", "model.weights"),
         (("model.weights=served",), "model.weights", "run directory"),
     ):
-        refused = refusal(*RESNET, *(word.strip("'") for word in words))
+        refused = refusal(*TINY_CPU, *(word.strip("'") for word in words))
         assert (refused.key, said in refused.remedy) == (key, True), words
     assert served.paths == []
 

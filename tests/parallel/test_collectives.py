@@ -41,6 +41,19 @@ def on_three(ranks: Ranks) -> Callable[[Work], list[Any]]:
     return lambda work: ranks(3).call_on_all(in_rank, work)
 
 
+def sums_and_lists(collectives: Collectives) -> Any:
+    rank = collectives.rank
+    return collectives.all_reduce({"sum": torch.tensor(rank + 1), "list": [rank, {"row": torch.full((rank,), rank)}]})
+
+
+def test_tensors_are_added_and_lists_joined_in_the_order_of_the_ranks(on_three: Callable[[Work], list[Any]]) -> None:
+    joined = [each for rank in range(3) for each in (rank, {"row": torch.full((rank,), rank)})]
+    for found in on_three(sums_and_lists):
+        assert_bitwise_equal(found, {"sum": torch.tensor(6), "list": joined})
+    alone = {"sum": torch.tensor(1), "list": [0, {"row": torch.zeros(0, dtype=torch.int64)}]}
+    assert_bitwise_equal(sums_and_lists(Collectives([torch.device("cpu")])), alone)
+
+
 def test_a_message_restores_values_and_tensors() -> None:
     value = [None, True, 0.1, math.inf, "ü\n", [], {"lr": 1e-300, None: (2, ()), ("weight", "step"): torch.bfloat16}]
     for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool):
