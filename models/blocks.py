@@ -1,4 +1,4 @@
-"""The blocks of a network, between which a pipeline can split it: what its method `blocks()` returns."""
+"""The blocks of a network, between which a pipeline can split it."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ if TYPE_CHECKING:  # config errors are reported before torch is imported, and op
 
 
 def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return what the method `blocks()` of `model` returns; an empty list if it has none.
+    """Return what the method `blocks()` of `model` returns, without one those of a `Sequential`, otherwise nothing.
 
     A submodule named `blocks`, which many networks have, does not count.
     """
-    blocks = getattr(type(model), "blocks", None)
-    return [] if blocks is None else blocks(model)
+    from torch import nn
+
+    if (blocks := getattr(type(model), "blocks", None)) is not None:
+        return blocks(model)
+    return list(model.named_children()) if type(model).forward is nn.Sequential.forward else []
 
 
 def block_indices(model: nn.Module) -> dict[str, int]:

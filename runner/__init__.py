@@ -1,6 +1,7 @@
 """A declarative experiment runner: the config selects the components of a single training loop.
 
-From Python, `runner.compose` returns a config, `runner.train` trains it, and `runner.load` opens a saved run.
+From Python, `runner.compose` returns a config, `runner.train` trains it, `runner.verify` compares it with a single
+device, `runner.sweep` trains many, and `runner.load` opens a saved run.
 """
 
 from runner.system import __version__
@@ -14,15 +15,31 @@ if TYPE_CHECKING:
     from runner.api.composing import Config, compose
     from runner.api.execution import train
     from runner.api.saved import SavedRun, load
+    from runner.api.sweeping import sweep
+    from runner.api.verification import verify
     from runner.config.errors import ConfigError
     from runner.result import CrashedError, Result
 
-__all__ = ["Config", "ConfigError", "CrashedError", "Result", "SavedRun", "__version__", "compose", "load", "train"]
+__all__ = [
+    "Config",
+    "ConfigError",
+    "CrashedError",
+    "Result",
+    "SavedRun",
+    "__version__",
+    "compose",
+    "load",
+    "sweep",
+    "train",
+    "verify",
+]
 
 _MODULES = {
     "runner.api.composing": ("Config", "compose"),
     "runner.api.execution": ("train",),
     "runner.api.saved": ("SavedRun", "load"),
+    "runner.api.sweeping": ("sweep",),
+    "runner.api.verification": ("verify",),
     "runner.config.errors": ("ConfigError",),
     "runner.result": ("CrashedError", "Result"),
 }

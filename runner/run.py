@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from runner.batching import Accumulation, Plan
+from runner.config import user_code
 from runner.config.errors import ABSENT, ConfigError, check, check_range, did_you_mean, errors_under
 from runner.config.options import chosen_option, root_keys
 from runner.config.other_names import type_instead
@@ -91,6 +92,7 @@ class Run:
     deterministic: bool = False
     compile: bool | str = False
     channels_last: bool = True
+    code: dict[str, Any] = field(default_factory=dict)
     output_root: str = "outputs"
     config: dict[str, Any] = field(default_factory=dict, init=False)
     """The config from which the run was built, as plain values."""
@@ -142,6 +144,7 @@ class Run:
         Raises:
             ConfigError: if a check fails.
         """
+        user_code.check_given(self.code, self.resume)
         session = self.session(collectives)
         if self.optimizer.needs_whole_parameters and session.plan.shards_parameters:
             why = f"it needs whole parameters, and {chosen_option('parallel', self.parallel)} shards them"
@@ -227,6 +230,10 @@ def build_run(config: Mapping[str, Any]) -> Run:
         needed = component_fields(load_class(node.get("_target_"), Workload))
     inputs = {group: build(_node(config, group), WORKLOAD_INPUTS[group], group) for group in needed}
     parts["workload"] = build(node, Workload, "workload", **inputs)
+    for part, group in {"model": "model", "data": "data", "loss": "workload", "metrics": "workload"}.items():
+        chosen, why = str((config.get(group) or {}).get("_target_")), f"the config chooses another {group}"
+        used = part not in config.get("code", {}) or chosen.rpartition(".")[0].endswith(".user")
+        check(used, part, chosen, f"code is given that would not be used: {why}", f"leave out {group}=…, or the code")
     run = Run(**typed_values(Run, {key: config[key] for key in scalars if key in config}), **parts)
     run.config = dict(config)
     return run

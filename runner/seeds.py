@@ -7,7 +7,10 @@ also depend on the index of the process; augmentation on the epoch and the sampl
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import random
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -55,6 +58,24 @@ def set_random_states(state: dict[str, torch.Tensor], devices: Sequence[torch.de
     for name, device in _generator_names(devices).items():
         if name in state:
             accelerator.set_random_state(device, state[name])
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """A context in which `random`, NumPy and torch on the CPU draw from `seed`; then, they go on as before."""
+    numpy = sys.modules.get("numpy")
+    before, of_numpy = random.getstate(), numpy and numpy.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        try:
+            torch.default_generator.manual_seed(seed)
+            random.seed(seed)
+            if numpy:
+                numpy.random.seed(seed & 0xFFFFFFFF)
+            yield
+        finally:
+            random.setstate(before)
+            if numpy:
+                numpy.random.set_state(of_numpy)
 
 
 def _generator_names(devices: Sequence[torch.device]) -> dict[str, torch.device]:

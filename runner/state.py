@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from runner.config import user_code
 from runner.device import BusyMachine, flops_per_second
 from runner.parallel.session import Session
 from runner.result import Result
@@ -70,6 +71,8 @@ class State:
         self.step_timer = StepTimer(session.devices)
         self.metrics: dict[str, float] = {}
         self.best: dict[str, Any] = {}
+        self.hooks, self.to_log, self._save_soon = user_code.hooks(), dict[str, Any](), False
+        self._stop_reason = ""
         self.out_of_time = ""  # the rule `stop.max_time` in words, once the time of rank 0 is up
         self.hash, config = config_hash(run.config), config_text(run.config)
         self.checkpoints = Checkpoints(
@@ -87,6 +90,37 @@ class State:
     def last_step(self) -> int:
         """The last step of the run: `num_steps`, or the current step if `patience` or `target` ends the run."""
         return self.step if self.stopping.reason else self.session.num_steps
+
+    # For hooks
+
+    def log(self, tag: str, value: float | torch.Tensor) -> None:
+        """Log a number or a scalar tensor at the next point of the curves; of several values of a tag, the last.
+
+        Only those of rank 0 are logged. A tensor is read only then, so that the host does not wait for the device.
+        """
+        self.to_log[tag] = value.detach() if isinstance(value, torch.Tensor) else value
+
+    def stop(self, reason: str) -> None:
+        """End the run as done, on all ranks, after a checkpoint: after this step or the next one."""
+        self._stop_reason = reason
+
+    def save_soon(self) -> None:
+        """Save a checkpoint, on all ranks, after this step or the next one."""
+        self._save_soon = True
+
+    @property
+    def asks(self) -> bool:
+        """Whether a hook has called `stop` or `save_soon` on this rank."""
+        return self._save_soon or bool(self._stop_reason)
+
+    def agree(self, interrupted: bool) -> tuple[bool, bool]:
+        """Return whether the run is `interrupted` on any rank, and whether to save; take over the reason of a `stop`.
+
+        Called on every rank, if `asks` or `interrupted` is true on any.
+        """
+        found = self.session.collectives.all_gather((interrupted, self._save_soon, self._stop_reason))
+        self._save_soon, self.stopping.asked = False, next((reason for *_, reason in found if reason), "")
+        return any(stop for stop, *_ in found), any(save for _, save, _ in found)
 
     def resume(self) -> None:
         """Load the newest intact checkpoint of the run directory, or of those up to the one that `resume` names.

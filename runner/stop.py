@@ -77,6 +77,7 @@ class Stopping:
         self._max_time = math.inf if options.max_time is None else options.max_time
         # The `best` evaluation, its `best_step`, the `latest`, and how many were `waited` for since the best.
         self._seen: dict[str, Any] = {}
+        self.asked = ""  # why a hook of the user ends the run
 
     def evaluated(self, metrics: Mapping[str, float], step: int) -> None:
         """Take the evaluation after `step` into account: the value of each metric by tag, the same on all ranks."""
@@ -92,6 +93,8 @@ class Stopping:
     @property
     def reason(self) -> str:
         """The rule that ends the run after the latest evaluation, in words; empty if the run goes on."""
+        if self.asked:
+            return self.asked
         seen, target, patience = self._seen, self._options.target, self._options.patience
         if seen and target is not None and self._sign * (seen["latest"] - target) >= 0:
             return f"stop.target: {seen['metric']} is {seen['latest']:.6g}"

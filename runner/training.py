@@ -32,6 +32,7 @@ from runner.state import State
 from runner.storage.files import write_bytes
 from runner.storage.saved_run import config_yaml
 from runner.system import memory, torch_errors, torch_private
+from runner.system.error_location import described
 from runner.system.provenance import environment
 from runner.system.section_timer import timer
 from runner.system.signals import StopRequest
@@ -91,7 +92,7 @@ def train(run: Run, session: Session, directory: Path, begin: Callable[[], None]
                 status, error = "stopped", ""
             except Exception as error:
                 state.checkpoints.finish_after_error()
-                raise CrashedError(state.result("crashed", f"{type(error).__name__}: {error}")) from error
+                raise CrashedError(state.result("crashed", described(error))) from error
             result = state.result(status, error)  # before the trackers are closed: it involves collectives
             if status == "done":
                 recorder.finish()
@@ -158,6 +159,7 @@ def loop(state: State, take_step: TakeStep, recorder: Recorder, progress: Progre
     for step in session.plan.steps(state.step, state.last_step):
         log_due = session.is_due(run.log_every, step.number)
         norm = take_step(state, batches, step, log_due)
+        state.hooks.after_step(state)
         evaluation_due = session.is_due(session.eval_every, step.number)
         save_due = session.is_due(session.save_every, step.number)
         state.step_timer.lap(pausing=log_due or evaluation_due or save_due)
@@ -173,12 +175,17 @@ def loop(state: State, take_step: TakeStep, recorder: Recorder, progress: Progre
                 is_best = evaluate(state, recorder, progress)
         if session.rank == 0:  # whose clock decides for all ranks, as its log and result name the rule
             state.out_of_time = state.stopping.out_of_time(state.step_timer.elapsed())
-        stopping = session.collectives.any_rank(bool(stop.received or state.out_of_time))
+        interrupted = bool(stop.received or state.out_of_time)
+        stopping = session.collectives.any_rank(interrupted or state.asks)
+        if stopping:  # or a hook asks for it
+            stopping, asked_to_save = state.agree(interrupted)
+            save_due = save_due or asked_to_save
         if save_due or is_best or stopping or state.stopping.reason:
             state.step_timer.end_window()  # after a stop, which is not foreseen
             with timer.section("checkpoint"):
                 state.checkpoints.wait()  # for the previous one, whose copy of the state takes memory
                 recorder.flush()  # a run resumed from this checkpoint does not log earlier steps again
+                state.hooks.before_save(state)
                 state.save()
         state.checkpoints.check()  # they are written in the background
         progress.step(step.number)
@@ -246,7 +253,8 @@ def log_training(state: State, recorder: Recorder, progress: Progress, norm: tor
     points |= run.precision.scalars() | run.workload.scalars() | run.parallel.scalars()
     if state.session.steps_per_epoch:
         points["epoch"] = step / state.session.steps_per_epoch
-    points |= memory.usage(state.session.device)
+    points |= memory.usage(state.session.device) | state.to_log
+    state.to_log = {}
     if state.session.rank == 0 and (why := state.busy_machine.warning()):
         log.warning("%s", why)
     recorder.scalars(points, step)  # at once, as each call is a record on the disk, and a request to a remote tracker
@@ -267,7 +275,9 @@ def evaluate(state: State, recorder: Recorder, progress: Progress) -> bool:
     if state.session.rank == 0:  # which alone writes images
         recorder.images(run.workload.images(sums) | run.parallel.images(state.directory), state.step)
     is_best = state.record_evaluation(metrics)
-    recorder.scalars({f"best/{run.workload.selection[0]}": state.best["value"]}, state.step)
+    state.hooks.after_evaluation(state, metrics)
+    recorder.scalars({f"best/{run.workload.selection[0]}": state.best["value"]} | state.to_log, state.step)
+    state.to_log = {}
     return is_best
 
 

@@ -69,16 +69,17 @@ def compose(overrides: Sequence[str] = (), *, config_dir: str | os.PathLike[str]
         check(not word.startswith("-"), word, ABSENT, "flags belong to the command", "leave it out")
         checked_override(word)
     folder = None if config_dir is None else os.fspath(config_dir)
-    with _separate_hydra(), _config_errors():
+    with separate_hydra(), _config_errors():
         job = compose_run(composer_of(overrides, folder), overrides)
     return Config(job.config, job.overrides, folder)
 
 
-def check_list_of_texts(overrides: Any) -> None:
-    """Check that `overrides` is a list of strings; each letter of a single string would be taken for an override."""
+def check_list_of_texts(overrides: Any) -> Sequence[str]:
+    """Return `overrides`, after checking that it is a list: each letter of a string would be taken for an override."""
     is_list = isinstance(overrides, Sequence) and not isinstance(overrides, str)
     why, remedy = "it is not a list of strings", 'for example ["parallel=ddp", "seed=1"]'
     check(is_list and all(isinstance(word, str) for word in overrides), "overrides", overrides, why, remedy)
+    return overrides
 
 
 def compose_run(composer: Composer, overrides: Sequence[str]) -> Job:
@@ -105,7 +106,7 @@ def composer_of(overrides: Sequence[str], config_dir: str | None) -> Composer:
 
 
 @contextmanager
-def _separate_hydra() -> Iterator[None]:
+def separate_hydra() -> Iterator[None]:
     """A context in which composing does not change Hydra's global objects: the caller may be a program of Hydra."""
     Plugins.instance()  # whose import registers options, only once
     instances, resolvers = Singleton._instances, BaseContainer._resolvers

@@ -13,9 +13,11 @@ from typing import Any
 
 import torch
 
-from runner.api.composing import Config, compose
+from runner.api.composing import Config, check_list_of_texts, compose
 from runner.api.run_job import run_one
+from runner.config import user_code
 from runner.config.composition import Job
+from runner.config.errors import ABSENT, check
 from runner.planning.auto_accumulation import resolve_auto_accumulation
 from runner.result import CrashedError, Result
 from runner.run import build_run
@@ -24,7 +26,7 @@ from runner.system.forkserver import server_stopped
 from runner.system.lazy_import import undo_defer
 
 
-def train(config: Config | Sequence[str] = ()) -> Result:
+def train(config: Config | Sequence[str] = (), **code: Any) -> Result:
     """Train a run with `config`, and return the result.
 
     Depending on the parallel mode, the run trains in this process or in processes that it starts.
@@ -35,6 +37,11 @@ def train(config: Config | Sequence[str] = ()) -> Result:
 
     Args:
         config: a composed config, or the overrides of one: `["parallel=ddp", "optimizer.lr=0.1"]`.
+        code: code of your own, for which the overrides have to be given: `model`, a module, or a class or function that
+            makes one; `data`, training and held-out samples (see `UserData`); `loss`, a function of (outputs, targets)
+            that returns their mean; `metrics`, a dict from names to functions of (outputs, targets) or objects of
+            torchmetrics; and the hooks `after_step`, `after_evaluation` and `before_save` (see `Hooks`).
+            A run does not save them: pass them again to resume it, as in `train(["resume=DIRECTORY"], model=Net)`.
 
     Returns:
         The result, whose status is `done`, `stopped` or `diverged`.
@@ -43,14 +50,21 @@ def train(config: Config | Sequence[str] = ()) -> Result:
         ConfigError: if the config cannot run; no files are left behind.
         CrashedError: if the training crashed. Its `__cause__` is the error, and its `result` has the run directory.
     """
-    composed = config if isinstance(config, Config) else compose(config)
+    is_composed = isinstance(config, Config)
+    overrides = config.overrides if is_composed else check_list_of_texts(config)
+    why = "code belongs to the overrides of a config that is not composed yet"
+    check(not (code and is_composed), "config", ABSENT, why, "train([…], model=…)")
+    given = user_code.passed(overrides, **code)
+    composed = config if is_composed else compose(given.added_to(overrides))
 
     def again(overrides: Sequence[str]) -> Job:
-        other = compose(overrides, config_dir=composed.config_dir)
+        other = compose(given.added_to(overrides), config_dir=composed.config_dir)
         return Job(dict(other), list(other.overrides))
 
-    with settings_kept():
-        job = resolve_auto_accumulation(Job(deepcopy(dict(composed)), list(composed.overrides)), again)
+    with settings_kept(), user_code.using(given):
+        generated = {*given.added_to(overrides)} - {*overrides}
+        typed = [word for word in composed.overrides if word not in generated]
+        job = resolve_auto_accumulation(Job(deepcopy(dict(composed)), typed), again)
         result = run_one(build_run(job.config), job.overrides)
     if result.status == "crashed":
         raise CrashedError(result) from result.cause

@@ -22,6 +22,7 @@ from runner.storage import run_directory
 from runner.storage.checkpoints import prune
 from runner.storage.files import json_text, write_text
 from runner.system import torch_errors
+from runner.system.error_location import described
 from runner.system.secrets import printable, redacted
 from runner.tracking.log_file import LogFile
 from runner.training import train, train_rank
@@ -98,7 +99,7 @@ def trained(
         result, error = crash.result, crash.__cause__ or crash
     except Exception as early:  # before the first step of this session, or after its last one
         steps = run_directory.newest_step(directory)
-        result, error = Result("crashed", steps, config_hash=known, error=f"{type(early).__name__}: {early}"), early
+        result, error = Result("crashed", steps, config_hash=known, error=described(early)), early
     trace = error.trace if isinstance(error, RankError) else report_of(error).trace
     print(printable(redacted(trace)), end="", file=sys.stderr)
     log.debug("crashed", exc_info=error)

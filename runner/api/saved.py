@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ from runner.api.composing import Config, compose
 from runner.api.evaluation import evaluate_checkpoint
 from runner.api.execution import settings_kept
 from runner.api.prediction import Prediction, image_files, predict
+from runner.config import user_code
 from runner.config.errors import ConfigError, check
+from runner.config.user_code import UserCode
 from runner.data.decode import ImageInput
 from runner.model.base import without_memory
 from runner.run import Run, build_run, check_used
@@ -26,13 +29,15 @@ from runner.storage.signature import saved_signature
 from runner.tracking.event_file import EventReader
 
 
-def load(directory: str | os.PathLike[str]) -> SavedRun:
+def load(directory: str | os.PathLike[str], **code: Any) -> SavedRun:
     """Return the run in `directory`, such as `outputs/classifier/2026-01-31_12-00-00-abc123`. It may still be running.
+
+    If it was trained with code of your own, its methods need the same `code`, as in `runner.train`.
 
     Raises:
         ConfigError: if there is no run whose config can be read, or `directory` is a checkpoint.
     """
-    return SavedRun(Path(os.path.expanduser(directory)))
+    return SavedRun(Path(os.path.expanduser(directory)), user_code.passed(**code))
 
 
 class SavedRun:
@@ -43,7 +48,7 @@ class SavedRun:
     what is asked for. `overrides` are changes of the run's config, such as `["parallel=single", "data.root=…"]`.
     """
 
-    def __init__(self, directory: Path):
+    def __init__(self, directory: Path, code: UserCode | None = None):
         run, step = directory_of(directory), step_of(directory)
         remedy = f"name the run, {run}, and choose the checkpoint {step} (--checkpoint {step})"
         check(run == directory, "directory", str(directory), "it is a checkpoint, and not a run", remedy)
@@ -52,7 +57,7 @@ class SavedRun:
         except UnreadableConfigError as error:
             remedy = "name a run directory: outputs/NAME/RUN"
             raise ConfigError("directory", str(directory), error.why, remedy) from None
-        self.directory = directory
+        self.directory, self._code = directory, code or UserCode()
         self.config = Config(values, saved_overrides(directory))
 
     def __repr__(self) -> str:
@@ -93,7 +98,7 @@ class SavedRun:
         """
         step = self._step(choice)
         weights, path = self.weights(step), self.checkpoint(step)
-        with settings_kept():
+        with settings_kept(), self._given(overrides):
             run, signature = self.on_one_device(step, overrides), self.signature(step)
             if "inputs" in signature:  # before memory is allocated: the checkpoint may be anybody's
                 _check_fits(_without_memory(lambda: run.workload.saved_model(signature), path), weights, path)
@@ -130,7 +135,7 @@ class SavedRun:
             split: `train`, `val`, `test` or `all`; None for the held-out samples. If `overrides` name other data, None
                 is all of it, or `val` if it has a directory for each split.
         """
-        with settings_kept():
+        with settings_kept(), self._given(overrides):
             return evaluate_checkpoint(self.checkpoint(choice), overrides, split).metrics
 
     def predict(
@@ -157,6 +162,11 @@ class SavedRun:
         remedy = "name a run that classifies square images; runner evaluate takes all runs, runner play those of agents"
         check(signature.get("image") is not None, "directory", str(self.directory), why, remedy)
         return ImageInput(**signature["image"])
+
+    def _given(self, overrides: Sequence[str]) -> AbstractContextManager[UserCode]:
+        """Return a context in which the code of the run is given; that of a subcommand is, as it is typed."""
+        files = user_code.typed_files(overrides) or user_code.given().files
+        return user_code.using(UserCode(self._code.objects, files))
 
     def _read(self, choice: str | int, read: Callable[[Path], Any]) -> Any:
         """Return what `read` reads from a checkpoint. A damaged one is refused."""

@@ -15,6 +15,7 @@ from runner.config.composition import register_saved
 from runner.config.errors import ABSENT, check, did_you_mean, errors_under
 from runner.config.overrides import override_key
 from runner.config.schema import checked_values, load_class, option_fields
+from runner.config.user_code import expanded
 from runner.run import CONFIG_GROUPS, WORKLOAD_INPUTS, Run
 from runner.storage.saved_run import saved_config
 from runner.system.secrets import MASK
@@ -34,7 +35,7 @@ def saved_root(source: Path, overrides: Sequence[str]) -> str:
     saved = saved_config(source)
     for reason in saved.unreadable:
         log.warning("%s; the config is read from %s", reason, saved.file)
-    overridden = set(map(override_key, overrides))
+    overridden = set(map(override_key, expanded(overrides, is_new=False)))
     config = {key: _plain(value, key, overridden) for key, value in saved.values.items()}
     _check(config, overridden)
     return register_saved(config, _GROUPS, {*WORKLOAD_INPUTS} - overridden)

@@ -11,8 +11,10 @@ import shlex
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NoReturn
 
+from runner.config import user_code
 from runner.config.errors import ABSENT, ConfigError, check, did_you_mean, wrapped
 from runner.config.options import root_keys
 from runner.config.other_names import type_instead
@@ -82,6 +84,7 @@ class Parser(argparse.ArgumentParser):
             ]
             options.paths = [*itertools.compress(options.overrides, is_path)]
             options.overrides = [checked_override(w) for w in options.overrides if w not in options.paths]
+            user_code.give(replace(user_code.given(), files=user_code.typed_files(options.overrides)))
         return options
 
     def error(self, message: str) -> NoReturn:

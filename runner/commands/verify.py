@@ -27,39 +27,21 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 from runner.analysis.output import one_line
 from runner.analysis.saved_runs import find_runs
-from runner.api.composing import compose
-from runner.api.saved import load
+from runner.api.verification import MOST_STEPS, retrace, verify
 from runner.commands.arguments import Parser, check_not_resumed, report_error
 from runner.commands.compare import existing
-from runner.config.errors import ABSENT, ConfigError, check
-from runner.config.overrides import override_key, replaced
-from runner.precision import Double
-from runner.resume.changed_options import differences
-from runner.run import build_run, check_used
+from runner.config.errors import check
 from runner.system.console import REFUSED
-from runner.verification.golden import COMPARED, changes, judge, train_again
-from runner.verification.steps import first_steps
-from runner.verification.verdict import Outcome, Pair, Verdict, compare
+from runner.verification.golden import changes
+from runner.verification.verdict import HEADLINES, Outcome, Verdict
 
 SAME, DIFFERENT, UNJUDGED = Verdict.SAME, Verdict.DIFFERENT, Verdict.UNJUDGED
-PLAIN = ("parallel=single", "accumulation=1", "compile=false", "channels_last=false")
-"""The overrides that turn a config into its reference, which trains in the plainest way, on a single device."""
-
-MOST_STEPS = 200
-"""How many steps of a recorded run are trained again by default; but at least to its first log."""
-
 _OF_RUN = {SAME: "the same", DIFFERENT: "different", UNJUDGED: "cannot be judged"}
-_HEADLINES = {
-    SAME: "the same: this config computes what a single device computes, up to rounding",
-    DIFFERENT: "different: this config does not compute what a single device computes",
-    UNJUDGED: "cannot be judged",
-}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -76,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         return report_error(error)
     if not paths:
-        return _verdict(partial(verify, overrides, steps or 3, options.config_dir), _HEADLINES)
+        return _verdict(partial(verify, overrides, steps or 3, config_dir=options.config_dir), HEADLINES)
     codes = [_verify_run(run, overrides, steps, options.config_dir) for run in runs]
     return next((code for code in (DIFFERENT, REFUSED, UNJUDGED) if code in codes), SAME)
 
@@ -104,63 +86,3 @@ def _verify_run(directory: Path, overrides: list[str], steps: int | None, config
     lines = changes(directory) or ["no version, commit, device or core has changed"]
     print("".join(f"  {one_line(line)}\n" for line in lines if code != REFUSED), end="", flush=True)
     return code
-
-
-def retrace(
-    directory: Path, overrides: Sequence[str], steps: int | None = None, config_dir: str | None = None
-) -> Outcome:
-    """Train the first steps of a recorded run again, and compare what they log with what it has logged.
-
-    Raises:
-        ConfigError: if `overrides` make it another run, it has logged nothing, or it cannot run here.
-    """
-    saved, signature = load(directory), {}
-    config = dict(compose([f"resume={directory}", *overrides, "tracking=none"], config_dir=config_dir))
-    others = {each.key: str(each) for each in differences(saved.config, config)}
-    others |= {key: key for key in ("log_every", "eval_every") if config[key] != saved.config.get(key)}
-    groups = {key.partition(".")[0] for key in others}
-    typed = " ".join(text for text in overrides if override_key(text).partition(".")[0] in groups)
-    remedy = f"leave out {typed or 'what sets it'}: only how it is computed may change, as the device or accumulation"
-    check(not others, "overrides", ABSENT, f"another run: {'; '.join([*others.values()][:5])}", remedy)
-    run = build_run(config | {"resume": "never"})
-    check_used(run, overrides)
-    then = {tag: values for tag, values in saved.curves().items() if tag.startswith(COMPARED)}
-
-    logged = sorted({step for values in then.values() for step in values})
-    why, remedy = "it has logged nothing that could be compared", "record runs with tracking=tensorboard"
-    check(bool(logged), "PATH", str(directory), why, remedy)
-    why, remedy = f"its first log is at step {logged[0]}", f"--steps {logged[0]}"
-    check(steps is None or steps >= logged[0], "--steps", steps, why, remedy)
-    last = max(step for step in logged if step <= max(steps or MOST_STEPS, logged[0]))
-    more = "" if last == logged[-1] else f" (all: --steps {logged[-1]})"
-    print(f"training steps 1 to {last} again{more}", flush=True)
-    with suppress(ConfigError):  # without a checkpoint, the samples are not known
-        signature = saved.signature("last")
-    again = partial(train_again, run, signature, last)
-    outcome = judge(then, again(), last, lambda number: again(nudge=number))
-    if outcome.verdict is DIFFERENT and len(list(directory.glob("events.out.tfevents.*"))) > 1:
-        why = "the run was resumed, perhaps with other options; only those of its last session are known"
-        return outcome._replace(verdict=UNJUDGED, reason=f"{outcome.reason}. But {why}")
-    return outcome
-
-
-def verify(overrides: Sequence[str], steps: int = 3, config_dir: str | None = None) -> Outcome:
-    """Compare a config with its reference, that is, the same config with the overrides `PLAIN`, for `steps` steps."""
-    words = [*overrides, f"steps={steps}"]
-    in_float64 = replaced(words, "precision=64")
-    tested, reference = (
-        [build_run(dict(compose(each, config_dir=config_dir))) for each in form]
-        for form in ((words, in_float64), (replaced(words, *PLAIN), replaced(in_float64, *PLAIN)))
-    )
-    check_used(tested[0], overrides)
-    precision = tested[0].precision
-    if isinstance(precision, Double):
-        del tested[0], reference[0]
-    compiled = ", once it is compiled, in each precision" * bool(tested[0].compile)
-    print(f"training {steps} steps of this config{compiled}", file=sys.stderr, flush=True)
-    found = first_steps(tested)
-    print("training the same steps on a single device", file=sys.stderr, flush=True)
-    pairs = [Pair(*each) for each in zip(found, first_steps(reference), strict=True)]
-    if isinstance(precision, Double):
-        return compare(None, pairs[0], precision)
-    return compare(pairs[0], pairs[1] if len(pairs) > 1 else None, precision)

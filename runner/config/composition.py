@@ -31,6 +31,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
+from runner.config import user_code
 from runner.config.errors import ABSENT, ConfigError, check, did_you_mean
 from runner.config.hydra_errors import config_error
 from runner.config.option_source import OptionFiles
@@ -113,7 +114,7 @@ class Composer:
             return OverridesParser.create(self._loader).parse_overrides(overrides)
 
     def _load(self, overrides: list[str], mode: RunMode) -> DictConfig:
-        words = list(with_several_trackers(overrides))
+        words = [*user_code.expanded(with_several_trackers(overrides), is_new=self._root != _SAVED)]
         try:
             config = self._loader.load_configuration(self._root, words, mode)
         except Exception as error:
@@ -123,6 +124,10 @@ class Composer:
         if named := self._named_trackers(config):
             words += [f"+tracking@tracking.trackers.{name}={name}" for name in named]
             config.tracking.trackers = self._loader.load_configuration(self._root, words, mode).tracking.trackers
+        if typed := [word for word in overrides if user_code.typed_files([word])]:
+            with read_write(config):
+                task = config.hydra.overrides.task
+                config.hydra.overrides.task = [*typed, *(word for word in task if word not in {*words} - {*overrides})]
         typed = set(map(override_key, words))
         if typed & _LENGTHS and "steps" not in typed:
             OmegaConf.update(config, "steps", None)

@@ -110,11 +110,14 @@ def did_you_mean(word: str, known: Iterable[str], before: str = "") -> str:
 
 @contextmanager
 def errors_under(key: str) -> Iterator[None]:
-    """Add the prefix `key` to the key of a `ConfigError` raised inside the context: `lr` becomes `optimizer.lr`."""
+    """Add the prefix `key` to the key of a `ConfigError` raised inside the context: `lr` becomes `optimizer.lr`.
+
+    An empty key becomes `key`.
+    """
     try:
         yield
     except ConfigError as error:
-        raise ConfigError(f"{key}.{error.key}", error.got, error.why, error.remedy) from None
+        raise ConfigError(f"{key}.{error.key}".rstrip("."), error.got, error.why, error.remedy) from None
 
 
 def see_comments(component: object) -> str:

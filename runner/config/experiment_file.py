@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 from runner.config.composition import with_several_trackers
 from runner.config.options import groups_in_defaults, option_files
 from runner.config.overrides import override_key, quoted
+from runner.config.user_code import typed_files
 
 _INHERITED = ("experiment", "debug")
 """Config groups whose options set keys of the whole config. An experiment can inherit them, but not override them."""
@@ -23,7 +24,8 @@ _INHERITED = ("experiment", "debug")
 def experiment_file(overrides: Iterable[str], comments: Sequence[str], config_dir: str | None = None) -> str:
     """Return the content of an option file for conf/experiment/ with the same effect as `overrides` of a command.
 
-    Overrides that delete a key are left out, because a file cannot delete keys; `~GROUP` sets the group to null.
+    Overrides that delete a key are left out, because a file cannot delete keys; `~GROUP` sets the group to null. Those
+    that name Python files are left out, because a file cannot choose code.
 
     Args:
         overrides: the overrides.
@@ -35,7 +37,7 @@ def experiment_file(overrides: Iterable[str], comments: Sequence[str], config_di
     chosen: dict[str, Any] = {}
     values = OmegaConf.create()
     parser = OverridesParser.create()
-    for text in with_several_trackers(overrides):
+    for text in with_several_trackers(text for text in overrides if not typed_files([text])):
         override = parser.parse_override(quoted(text, sweep=False))
         key, value = override_key(text), None if override.is_delete() else override.value()
         if key in _INHERITED:

@@ -7,14 +7,16 @@ import os
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from functools import partial
 from itertools import islice
 from typing import Any, TypeVar
 
 import torch
 
+from runner.config import user_code
 from runner.data.base import DataError
 from runner.system.cpu import cores_per_process
 from runner.system.forkserver import METHOD, start_server, without_main_module
@@ -37,10 +39,11 @@ class Workers:
         count: number of processes; with none, the process that reads loads the batches.
         timeout: seconds to wait for a batch.
         ahead: number of batches that each process loads in advance.
+        functions: functions of the user that load batches. Each process gets them once; see `shared`.
     """
 
-    def __init__(self, count: int, timeout: float = 120, ahead: int = 2):
-        self.count, self.timeout, self.ahead = count, timeout, ahead
+    def __init__(self, count: int, timeout: float = 120, ahead: int = 2, functions: Sequence[Callable] | None = None):
+        self.count, self.timeout, self.ahead, self._functions = count, timeout, ahead, functions
         self._pool: ProcessPoolExecutor | None = None
         self._loading: list[Future[Any]] = []
 
@@ -74,7 +77,8 @@ class Workers:
             if self._pool is None:
                 start_worker_server()
                 context = multiprocessing.get_context(METHOD)
-                self._pool = ProcessPoolExecutor(self.count, context, initializer=_begin_worker)
+                packed = user_code.pack(self._functions) if self._functions else b""
+                self._pool = ProcessPoolExecutor(self.count, context, _begin_worker, (packed,))
             with without_main_module():  # a worker may be started here
                 future = self._pool.submit(load, job)
             self._loading = [*(each for each in self._loading if not each.done()), future]
@@ -136,9 +140,23 @@ def default_count() -> int:
     return min(8, cores - 1 if torch.accelerator.is_available() else (cores + 2) // 4, cores - 1)
 
 
-def _begin_worker() -> None:
+_functions: Sequence[Callable[[Any], Any]] = ()
+
+
+def shared(number: int) -> Callable[[Any], Any]:
+    """Return a function that calls, in a worker, the one with this number among the `functions` of its `Workers`."""
+    return partial(_call_shared, number)
+
+
+def _call_shared(number: int, job: Any) -> Any:
+    return _functions[number](job)
+
+
+def _begin_worker(packed: bytes) -> None:
     """Use one thread, and exit when the process of the run ends, even by SIGKILL: then nobody closes the queues."""
+    global _functions
     torch.set_num_threads(1)
+    _functions = user_code.unpack(packed) if packed else ()
     run = multiprocessing.parent_process()
     assert run is not None
 

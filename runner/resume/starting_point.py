@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import shutil
@@ -13,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
+from runner.config import user_code
 from runner.config.errors import ConfigError
 from runner.config.overrides import override_key
 from runner.parallel.session import Session
@@ -121,13 +123,26 @@ def _unwritable(key: str, path: Path, error: OSError) -> ConfigError:
 
 def _beginning(claim: Claim, run: Run, overrides: list[str]) -> Callable[[], None]:
     """Return `Claim.begin`, which can be pickled, for a session that has steps to do."""
-    about = json_text({"began": datetime.now(UTC).isoformat(), **environment()})
+    code = user_code.given().hashes()
+    if claim.has_run and (before := saved_code(claim.path)):
+        for file in [file for file, sha256 in code.items() if sha256 not in before.values()]:
+            log.warning("%s has changed since the last session of this run", file)
+    about = json_text({"began": datetime.now(UTC).isoformat(), **environment(), "code": code})
     typed = set(map(override_key, overrides))
     earlier = [text for text in saved_run.saved_overrides(claim.path) if override_key(text) not in typed]
     files = {claim.path / run_directory.ENVIRONMENT: about.encode()}
     files |= saved_run.config_files(claim.path, run.config, redacted_values([*earlier, *overrides]))
     key = "resume" if claim.has_run else "output_root"
     return partial(_begin, claim.path, files, named_checkpoint(run.resume), key)
+
+
+def saved_code(path: Path) -> dict[str, Any]:
+    """Return the SHA-256 of the user's files by path, as of the last session in a run directory; empty if unknown."""
+    with suppress(OSError, ValueError, RecursionError):
+        about = json.loads(read_regular(path / run_directory.ENVIRONMENT, run_directory.MAX_BYTES))
+        found = about.get("code") if isinstance(about, dict) else None
+        return found if isinstance(found, dict) else {}
+    return {}
 
 
 def _begin(path: Path, files: Mapping[Path, bytes], named: Path | None, key: str) -> None:

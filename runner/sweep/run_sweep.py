@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from itertools import starmap
 from pathlib import Path
@@ -16,6 +16,7 @@ from runner.config.experiment_file import experiment_command, experiment_file
 from runner.config.options import groups_in_defaults
 from runner.config.overrides import override_key, typed_path
 from runner.config.schema import build
+from runner.config.user_code import typed_files
 from runner.parallel.launch.cluster import external_rank_info
 from runner.storage.files import write_text
 from runner.sweep.display import Display
@@ -33,7 +34,13 @@ if TYPE_CHECKING:
     from runner.sweep.search import Search
 
 
-def run_sweep(jobs: SweepJobs, typed: list[str], config_dir: str | None, preloaded: Sequence[str] = ()) -> list[int]:
+def run_sweep(
+    jobs: SweepJobs,
+    typed: list[str],
+    config_dir: str | None,
+    preloaded: Sequence[str] = (),
+    begun: Callable[[Path], object] = lambda path: None,
+) -> list[int]:
     """Run the jobs of a sweep, and return their exit codes.
 
     In a search, the codes of failed jobs of earlier commands, which are not run again, are returned, too. If the search
@@ -43,6 +50,7 @@ def run_sweep(jobs: SweepJobs, typed: list[str], config_dir: str | None, preload
         jobs: the combinations of values in the sweep.
         typed: the overrides on the command line, and `config_dir` that of `--config-dir`.
         preloaded: modules that the jobs import, so that they may be imported for all jobs at once.
+        begun: is called with the directory of the sweep before the first job starts.
 
     Raises:
         ConfigError, HydraException, OmegaConfBaseException: if the sweep or its search is invalid, or no job can run.
@@ -59,6 +67,7 @@ def run_sweep(jobs: SweepJobs, typed: list[str], config_dir: str | None, preload
     search = None if engine.search is None else _search(jobs, planner)
     with StopSweep() as stop, Ledger(typed, root, str(planner.config["resume"]), search is not None) as ledger:
         planner.path = ledger.path
+        begun(ledger.path)
         if search is not None:
             search.open(ledger)
         grid = JobSource(starmap(planner.plan, enumerate(jobs)), len(jobs))
@@ -142,5 +151,6 @@ def _report_best(source: Search, path: Path, num_seeds: int, config_dir: str | N
         comments = [f"The best of {source.num_trials} trials: {lines[0]}"]
         write_text(file, experiment_file(overrides, comments, config_dir))
         where = [shlex.quote(text) for text in common if override_key(text) == "output_root"]
+        where += [shlex.quote(text) for text in overrides if typed_files([text])]  # no file chooses code
         lines.append(" ".join(["run:", experiment_command(str(path / OPTIONS), "best", config_dir), *where]))
     print("\n".join(lines), flush=True)

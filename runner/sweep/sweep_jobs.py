@@ -31,6 +31,7 @@ from runner.config.hydra_errors import explain
 from runner.config.options import groups_in_defaults, option_files
 from runner.config.overrides import is_sweep_option, override_key, override_value, quoted
 from runner.config.schema import build, load_class
+from runner.config.user_code import is_file
 from runner.run import build_run, config_hash
 from runner.storage.run_directory import job_name
 from runner.sweep.engines.base import Demand, Engine, Job
@@ -70,15 +71,18 @@ class SweepJobs:
     def __init__(self, composer: Composer, overrides: list[str]):
         self._composer = composer
         zips = {word: pairs for word in overrides if (pairs := parse_zip(word))}
-        self._config = composer.sweep([word for word in overrides if word not in zips])
+        files = [word for word in overrides if "," in word and is_file(word)]  # Hydra would look for such options
+        self._config = composer.sweep([word for word in overrides if word not in (*zips, *files)])
         with composition_errors():
             node: Any = OmegaConf.to_container(self._config, resolve=False).get("sweep")  # type: ignore[union-attr]
             params = [f"{key}={value}" for key, value in (self._config.hydra.sweeper.params or {}).items()]
             typed: Any = OmegaConf.to_container(self._config.hydra.overrides, resolve=False)  # each job resolves them
+        for word in filter(is_file, params):
+            raise ConfigError(word, ABSENT, "an option file cannot choose code", "type it")
         check(isinstance(node, dict), "sweep", node, "nothing is chosen", "choose one of the options in conf/sweep/")
         self.engine = build(node, Engine, "sweep")
         zips |= {word: pairs for word in params if (pairs := parse_zip(word))}
-        parsed = composer.parse([word for word in [*params, *typed["task"]] if word not in zips])
+        parsed = composer.parse([word for word in [*params, *typed["task"], *files] if word not in zips])
         found = [*map(self._dimension, parsed), *(self._pairs(word, *pairs) for word, pairs in zips.items())]
         last = list({each.keys: each for each in found}.values())  # what is typed later counts
         shared = [each for each in last if any(key.partition(".")[0] in SHARED_KEYS for key in each.keys)]
@@ -184,7 +188,9 @@ def _words(override: Override) -> list[list[str]]:
     except (ValueError, ArithmeticError):
         why = "a range needs numbers, and a step that is not 0"
         raise ConfigError(key, str(override.input_line).partition("=")[2], why, f"{key}=range(0,10,1)") from None
-    return [[f"{key}={value}"] for value in values]
+    words = [f"{key}={value}" for value in values]
+    unescaped = [word.replace("\\:", ":") for word in words]
+    return [[plain if is_file(plain) else word] for plain, word in zip(unescaped, words, strict=True)]
 
 
 def _bare(key: str) -> str:

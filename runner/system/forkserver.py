@@ -103,5 +103,6 @@ def run_in_child(function: Callable[..., object], *arguments: Any) -> None:
     start_server(function.__module__)
     context: Any = multiprocessing.get_context(METHOD)
     process = context.Process(target=function, args=arguments)
-    process.start()
+    with without_main_module():
+        process.start()
     process.join()

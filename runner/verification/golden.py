@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from runner.config import user_code
 from runner.config.errors import ABSENT, ConfigError
 from runner.parallel.collectives import Collectives
 from runner.run import Run, build_run
@@ -118,11 +119,14 @@ def _train(config: dict[str, Any], directory: Path, last_step: int, nudge: int, 
                 log_due = session.is_due(run.log_every, step.number)
                 evaluation_due = session.is_due(session.eval_every, step.number)
                 norm = take_step(state, batches, step, log_due)
+                state.hooks.after_step(state)
                 state.step_timer.lap(pausing=log_due or evaluation_due)
                 if log_due:
                     log_training(state, recorder, progress, norm)
                 if evaluation_due:
                     evaluate(state, recorder, progress)
+                if session.is_due(session.save_every, step.number):
+                    state.hooks.before_save(state)
                 progress.step(step.number)
         except DivergedError as error:
             recorder.scalars({_DIVERGED: 1.0}, error.step)
@@ -196,8 +200,8 @@ def changes(directory: Path) -> list[str]:
         then = json.loads(read_regular(directory / ENVIRONMENT, MAX_BYTES))
     except (OSError, ValueError, RecursionError):
         return [f"{ENVIRONMENT} cannot be read"]
-    now, lines = environment(), []
-    for part in ("source", "versions", "variables", "cpu", "devices"):
+    now, lines = environment() | {"code": user_code.given().hashes()}, []
+    for part in ("source", "code", "versions", "variables", "cpu", "devices"):
         found = then.get(part) if isinstance(then, dict) else None
         before, today = (each if isinstance(each, dict) else {"": each} for each in (found, now[part]))
         for key in dict.fromkeys((*today, *before)):

@@ -18,6 +18,7 @@ import torch
 from torch.utils._pytree import tree_iter
 
 from runner.batching import Plan
+from runner.config import user_code
 from runner.config.errors import ConfigError
 from runner.config.schema import component_fields
 from runner.data.base import shard_bounds
@@ -140,6 +141,8 @@ def record(run: Run, session: Session, directory: Path) -> Steps:
         samples.append([])
         take_step(state, batches, step, True)
         keep_first_gradients()  # of a compiled step, which has no hooks, but keeps gradients; others have none left
+        state.hooks.after_step(state)
+    call_other_hooks(state)
     losses = state.metric_buffer.peek(collectives.all_reduce)[:, 0] / run.batch_size
     after = random_states(session.devices)
     draws = any(not torch.equal(before[name], after[name]) for name in before)
@@ -165,6 +168,17 @@ def record(run: Run, session: Session, directory: Path) -> Steps:
             of_shards.append(found)
     of_steps = zip(*(steps for _, steps in of_shards), strict=True)
     return Steps([sorted(chain.from_iterable(parts)) for parts in of_steps], tensors, expected)
+
+
+def call_other_hooks(state: State) -> None:
+    """Call the hooks of an evaluation, which is computed only if there is such a hook, and of a checkpoint."""
+    if user_code.find("after_evaluation") is not None:
+        state.model.eval()
+        metrics, _ = state.run.parallel.evaluate(state.model)
+        state.model.train()
+        metrics = state.session.collectives.from_rank_0(lambda: metrics)
+        state.hooks.after_evaluation(state, {f"eval/{name}": value for name, value in metrics.items()})
+    state.hooks.before_save(state)
 
 
 def evaluated(state: State) -> Tensors:

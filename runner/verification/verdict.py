@@ -94,12 +94,22 @@ class Row(NamedTuple):
         return Verdict.UNJUDGED if is_rounding else Verdict.DIFFERENT
 
 
+HEADLINES = {
+    Verdict.SAME: "the same: this config computes what a single device computes, up to rounding",
+    Verdict.DIFFERENT: "different: this config does not compute what a single device computes",
+    Verdict.UNJUDGED: "cannot be judged",
+}
+
+
 class Outcome(NamedTuple):
     """The result of a comparison: the lines of a table, none if a run diverged; the verdict; and why, or nothing."""
 
     lines: list[str]
     verdict: Verdict
     reason: str
+
+    def __str__(self) -> str:
+        return "\n".join([*self.lines, *filter(None, (HEADLINES[self.verdict], self.reason))])
 
 
 def compare(configured: Pair | None, exact: Pair | None, precision: Precision) -> Outcome:

@@ -43,7 +43,8 @@ COMMANDS = sorted({" ".join(line) for text in TEXTS.values() for line in command
 
 
 @pytest.mark.parametrize("line", COMMANDS)
-def test_commands_are_runs_that_can_be_built(line: str) -> None:
+def test_commands_are_runs_that_can_be_built(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT / "docs" / "examples")  # where mine.py is
     words = line.removesuffix(" --cfg job").split()
     if words and words[0] == "-m":
         jobs = SweepJobs(Composer(), [quoted(word, sweep=True) for word in words[1:]])

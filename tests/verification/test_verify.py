@@ -12,7 +12,7 @@ from helpers.compose import TINY_CPU, compose_config, option_content, prepare_se
 from helpers.narrow_resnet import record_first_steps, use_narrow_resnet
 from helpers.ranks import Ranks
 
-from runner.api import composing
+from runner.api import composing, verification
 from runner.commands import verify
 from runner.config.errors import ConfigError
 from runner.parallel.launch.processes import LocalProcesses
@@ -63,8 +63,8 @@ def _few_runs(ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         return copy.deepcopy(REFERENCES[key])
 
     monkeypatch.setattr(verify_steps, "build_run", lambda config: use_narrow_resnet(build_run(config)))
-    monkeypatch.setattr(verify, "first_steps", first_steps)
-    monkeypatch.setattr(verify, "compose", compose)
+    monkeypatch.setattr(verification, "first_steps", first_steps)
+    monkeypatch.setattr(verification, "compose", compose)
 
 
 def verify_exit_code(*overrides: str) -> int:
@@ -124,7 +124,7 @@ def test_a_device_without_float64_refuses_it(monkeypatch: pytest.MonkeyPatch, ca
 def test_processes_that_the_mode_starts_and_options_of_a_config_directory_are_compared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(verify, "first_steps", verify_steps.first_steps)
+    monkeypatch.setattr(verification, "first_steps", verify_steps.first_steps)
     assert verify_exit_code("parallel=ddp", "accumulation=2") == verify.SAME
     option = tmp_path / "it's" / "parallel" / "replicas.yaml"
     option.parent.mkdir(parents=True)

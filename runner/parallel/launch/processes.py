@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from runner.config import user_code
 from runner.config.errors import ConfigError
 from runner.parallel.collectives import Collectives, ProcessGroup
 from runner.parallel.launch import process_group
@@ -89,7 +90,7 @@ class LocalProcesses(Launcher):
 
     def launch(self, train: Train, train_rank: TrainRank, session: Session, directory: Path) -> Any:
         mode, count, restarts = self.mode, len(self.devices), 0
-        work = partial(_run_rank, train_rank, mode.collectives_class, mode.timeout, directory)
+        work = partial(_run_rank, user_code.packed(), train_rank, mode.collectives_class, mode.timeout, directory)
         with StopRequest() as stop:
             while True:
                 shared_state, store = mode.allocate_shared_state(session), process_group.create_store()
@@ -177,6 +178,7 @@ def init_rank(rank_info: RankInfo, device: torch.device, timeout: float, externa
 
 
 def _run_rank(
+    packed: bytes,
     train_rank: TrainRank,
     make_collectives: type[ProcessGroup],
     timeout: float,
@@ -202,6 +204,7 @@ def _run_rank(
                 os.close(file)
             if device.type == "cuda":
                 process_group.record_collectives(directory)
+            user_code.give_packed(packed)
             init_rank(rank_info, device, timeout, external=False)
             collectives = make_collectives([device], timeout, shared_state)
             result = train_rank(collectives)

@@ -24,6 +24,7 @@ from runner.config.errors import ConfigError
 from runner.data.base import DataError
 from runner.storage.run_directory import StorageError
 from runner.system import torch_errors
+from runner.system.error_location import described
 from runner.system.forkserver import METHOD, without_main_module
 from runner.system.signals import StopRequest
 
@@ -82,7 +83,7 @@ def report_of(error: BaseException) -> Report:
     explained = isinstance(error, StorageError | DataError)  # the message says what to do: a traceback would not help
     trace = "" if explained else "".join(traceback.format_exception(error))
     by_others = isinstance(error, LostError) or torch_errors.is_lost_peer(error)
-    return Report(what=f"failed: {type(error).__name__}: {error}", trace=trace, result=result, by_others=by_others)
+    return Report(what=f"failed: {described(error)}", trace=trace, result=result, by_others=by_others)
 
 
 def start_heartbeat(

@@ -23,12 +23,13 @@ from multiprocessing.process import BaseProcess, current_process
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from runner.config import user_code
 from runner.config.errors import check
 from runner.storage.files import is_locked
 from runner.sweep.engines.base import Ended, Engine, Job, Pool
 from runner.system.console import CRASHED, STOPPED
 from runner.system.cpu import usable_core_numbers
-from runner.system.forkserver import METHOD, become_command, show_name, start_server
+from runner.system.forkserver import METHOD, become_command, show_name, start_server, without_main_module
 
 _SERVER_DIED = 255
 """The exit code that multiprocessing reports for all children of a fork server that has died, also if they run on."""
@@ -96,11 +97,12 @@ class LocalPool(Pool):
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
         if self._num_gpus:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-        arguments = (job.arguments, str(job.console), cores, threads, environment)
+        arguments = (job.arguments, str(job.console), cores, threads, environment, user_code.packed())
         short = re.sub(r"[\w.]+\.(?=\w+=)", "", job.directory.name) or f"job {job.number}"  # 003-lr=0.1,seed=2
         context: Any = get_context(METHOD)
         process = context.Process(target=_run_command, args=arguments, name=short)
-        process.start()
+        with without_main_module():
+            process.start()
         self._running[job.number] = _Running(process, job.console, cores, gpus)
         return f"GPU {','.join(gpus)}" if gpus else f"{num_cores} core{'s' * (num_cores > 1)}"
 
@@ -152,7 +154,7 @@ class LocalPool(Pool):
 
 
 def _run_command(
-    arguments: list[str], console: str, cores: list[int], threads: int, environment: dict[str, str]
+    arguments: list[str], console: str, cores: list[int], threads: int, environment: dict[str, str], packed: bytes
 ) -> None:
     """Run `python -m runner` with `arguments` in this forked process, and exit with the exit code of the command.
 
@@ -175,6 +177,7 @@ def _run_command(
     sys.argv[1:] = arguments
     code = CRASHED
     try:
+        user_code.give_packed(packed)
         runpy.run_module("runner", run_name="__main__", alter_sys=True)  # as `python -m runner` does
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else CRASHED

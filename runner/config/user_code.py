@@ -1,0 +1,359 @@
+"""Code of the user: objects that are passed to `runner.train`, and Python files that are typed, as `model=mine.py:Net`.
+
+A config has only names of code. The code itself is held by this module: of the objects that a caller passes, and of the
+files whose paths are typed. A saved run or an option file may name code, but nothing is imported because of that.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import os
+import pickle
+import re
+import shlex
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from runner.config.errors import ABSENT, ConfigError, check, did_you_mean
+from runner.config.overrides import hydra_quoted, override_key, override_value
+from runner.system.error_location import described, is_library, shown
+
+HOOKS = {"after_step": 1, "after_evaluation": 2, "before_save": 1}
+"""The functions that the training loop calls, with their numbers of arguments (see `Hooks`)."""
+
+PARTS = ("model", "data", "loss", "metrics", *HOOKS)
+"""What a user may give: the arguments of `runner.train`, and names in a file."""
+
+OPTION = "_user"
+"""The name of the options of `model`, `data` and `workload` that consist of code of the user."""
+
+_FILE = re.compile(r"([^:,]+\.py)(?::(\w+))?")
+_GROUPS = ("model", "data", "workload")
+
+
+class File(NamedTuple):
+    """A Python file, as `typed` (`mine.py:Net`), its absolute path, and the name in it; empty: that of the part."""
+
+    typed: str
+    path: str
+    name: str
+
+
+@dataclass(frozen=True)
+class UserCode:
+    """The code that is given: `objects` by part (see `PARTS`), `files` by config group; `workload` has all parts."""
+
+    objects: Mapping[str, Any] = field(default_factory=dict)
+    files: Mapping[str, File] = field(default_factory=dict)
+
+    def names(self) -> dict[str, str]:
+        """Return the names by which configs refer to the code, by part or config group."""
+        objects = {part: _name(value) for part, value in self.objects.items() if value is not None}
+        return objects | {group: file.typed for group, file in self.files.items()}
+
+    def hashes(self) -> dict[str, str]:
+        """Return the SHA-256 of each file that is typed or in which an object is defined, by path."""
+        paths = {file.path for file in self.files.values()} | {*filter(None, map(_source, _leaves(self.objects)))}
+        return {shown(path): hashlib.sha256(Path(path).read_bytes()).hexdigest() for path in sorted(paths)}
+
+    def added_to(self, overrides: Sequence[str]) -> list[str]:
+        """Return `overrides` after those that name the `objects` and, in a new run, choose the options for them."""
+        is_new = override_value(overrides, "resume") in (None, "auto", "never")
+        names = {part: name for part, name in self.names().items() if part in self.objects}
+        groups = [part for part in ("model", "data") if part in names]
+        groups += ["workload"] if {"data", "loss", "metrics"} & {*names} else []
+        called = [f"name={names['model'].rpartition('.')[2]}"] if {"model", "workload"} <= {*groups} else []
+        chosen = [*(f"{group}={OPTION}" for group in groups), *called] if is_new else []
+        return [*chosen, *(f"++code.{part}={hydra_quoted(name)}" for part, name in names.items()), *overrides]
+
+
+_given = UserCode()
+
+
+def given() -> UserCode:
+    """Return the code that is given in this process."""
+    return _given
+
+
+def give(code: UserCode) -> None:
+    """Hold `code` in this process, in place of what was given before."""
+    global _given
+    _given = code
+
+
+@contextmanager
+def using(code: UserCode) -> Iterator[UserCode]:
+    """A context in which `code` is given."""
+    before = _given
+    give(code)
+    try:
+        yield code
+    finally:
+        give(before)
+
+
+def passed(overrides: Iterable[str] = (), **parts: Any) -> UserCode:
+    """Return the code that a caller passes: `parts` that are not None, and the files in `overrides`.
+
+    Raises:
+        ConfigError: if there is no such part or file.
+    """
+    for part in parts:
+        check(part in PARTS, part, ABSENT, "there is no such argument;", did_you_mean(part, PARTS))
+    return UserCode({part: value for part, value in parts.items() if value is not None}, typed_files(overrides))
+
+
+def without_hooks() -> UserCode:
+    """Return the code that is given, without its hooks."""
+    return replace(_given, objects={**_given.objects, **dict.fromkeys(HOOKS)})
+
+
+def typed_files(overrides: Iterable[str]) -> dict[str, File]:
+    """Return the Python files in overrides such as `model=mine.py:Net` and `workload=mine.py`, by config group.
+
+    Raises:
+        ConfigError: if there is no such file, or a name follows that of a workload.
+    """
+    files: dict[str, File] = {}
+    for word in overrides:
+        group = override_key(word)
+        if group not in _GROUPS:
+            continue
+        files.pop(group, None)
+        if found := _FILE.fullmatch(override_value([word], group) or ""):
+            path, name = os.path.abspath(os.path.expanduser(found[1])), found[2] or ""
+            check(os.path.isfile(path), group, found[1], "there is no such file", "name a Python file that exists")
+            why, remedy = "a workload is a whole file", f"workload={found[1]}, or model={found[1]}:{name}"
+            check(not name or group != "workload", group, found[0], why, remedy)
+            files[group] = File(os.path.normpath(found[1]) + f":{name}" * bool(name), path, name)
+    return files
+
+
+def is_file(override: str) -> bool:
+    """Return whether an override of a sweep names a Python file, or several."""
+    key, value = override_key(override), override_value([override], override_key(override)) or ""
+    return key in _GROUPS and any(_FILE.fullmatch(part.strip()) for part in value.strip("[]").split(","))
+
+
+def expanded(overrides: Iterable[str], is_new: bool) -> Iterator[str]:
+    """Yield overrides for Hydra, in place of those that name Python files, which it does not know.
+
+    If the run `is_new`, they choose options; otherwise, the saved config has these, and they only name the code.
+    """
+    overrides = list(overrides)
+    chosen = {override_key(word) for word in overrides}
+    for word in overrides:
+        files = typed_files([word])
+        for group, file in files.items():
+            yield f"++code.{group}={hydra_quoted(file.typed)}"
+            if is_new:
+                yield f"{group}={OPTION}"
+                if group == "data" and "workload" not in chosen:
+                    yield f"workload={OPTION}"
+                if "name" not in chosen and group != "model":
+                    yield f"name={re.sub(r'[^A-Za-z0-9_-]', '_', Path(file.path).stem)}"
+        if not files:
+            yield word
+
+
+def check_given(named: Mapping[str, Any], source: str) -> None:
+    """Check that all code that a config has `named` is given; `source` is the run that is resumed.
+
+    Raises:
+        ConfigError: otherwise; it says what to type.
+    """
+    ours = {*_given.objects, *_given.files}
+    missing = {part: str(name) for part, name in named.items() if not ours & {part, "workload"}}
+    if not missing:
+        return
+    from runner.system.provenance import command  # imports torch, which composing a config does not need
+
+    words = [shlex.quote(f"{group}={name}") for group, name in missing.items() if _FILE.fullmatch(name)]
+    why = f"its code ({', '.join(missing)}) is run only if it is typed, and never from a saved config or an option file"
+    if len(words) == len(missing) and {*missing} <= {*_GROUPS}:
+        started = command() if command().startswith("python -m runner ") else "…"
+        remedy = f"look at the code, then type: {' '.join([started, *words])}"
+    else:
+        remedy = f"pass it again: {', '.join(f'{part}=…  ({name})' for part, name in missing.items())}"
+    is_named = source not in ("never", "auto")
+    raise ConfigError("resume" if is_named else "code", source if is_named else ABSENT, why, remedy)
+
+
+def find(part: str) -> Any:
+    """Return what is given as `part`; None if nothing is.
+
+    Raises:
+        ConfigError: if a file cannot be executed, or does not define the name that was typed.
+    """
+    if part in _given.objects:
+        return _given.objects[part]
+    file = _given.files.get(part) or _given.files.get("workload")
+    if file is None:
+        return None
+    module, name = _loaded(file.path), file.name or part
+    if not hasattr(module, name) and part in _given.files:
+        public = [key for key, value in vars(module).items() if key[:1] != "_" and not isinstance(value, ModuleType)]
+        why = f"{shown(file.path)} defines no {name};"
+        raise ConfigError(part, file.typed, why, did_you_mean(name, public, f"{part}={shown(file.path)}:"))
+    return getattr(module, name, None)
+
+
+def _loaded(path: str) -> ModuleType:
+    """Return the module in the file at `path`, which is executed anew only if it has changed."""
+    content = Path(path).read_bytes()
+    name = f"{Path(path).stem}_{hashlib.sha256(path.encode()).hexdigest()[:6]}"
+    module = sys.modules.get(name)
+    if module is not None and module.__dict__.get("__source__") == content:
+        return module
+    if (folder := os.path.dirname(path)) not in sys.path:
+        sys.path.append(folder)  # modules beside the file can be imported, but take the place of no others
+    sys.modules[name] = module = ModuleType(name)
+    module.__dict__.update(__file__=path, __source__=content)
+    try:
+        exec(compile(content, path, "exec"), module.__dict__)
+    except (Exception, SystemExit) as error:
+        del sys.modules[name]
+        raise ConfigError("code", shown(path), f"it raises {described(error)}", "correct the file") from error
+    return module
+
+
+@contextmanager
+def errors_of(part: str) -> Iterator[None]:
+    """Raise a config error, with file and line, in place of an error that the user's `part` raises in the context."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            part, _given.names().get(part, ABSENT), f"it raises {described(error)}", "correct it"
+        ) from error
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Hooks
+
+
+class Hooks(NamedTuple):
+    """Functions of the user that the training loop calls on every rank; by default, they do nothing.
+
+    `after_step(state)` is called after each optimizer step, `after_evaluation(state, metrics)` with the metrics by tag,
+    and `before_save(state)` before each checkpoint. `state` is the `State` of the run: its methods `log`, `stop` and
+    `save_soon`, and its attributes `step`, `model`, `optimizer` and `metrics`, are made for them.
+    """
+
+    after_step: Callable[[Any], object] = lambda state: None
+    after_evaluation: Callable[[Any, Mapping[str, float]], object] = lambda state, metrics: None
+    before_save: Callable[[Any], object] = lambda state: None
+
+
+def hooks() -> Hooks:
+    """Return the hooks that are given.
+
+    Raises:
+        ConfigError: if one is not a function of these arguments.
+    """
+    found = {name: hook for name in HOOKS if (hook := find(name)) is not None}
+    for name, hook in found.items():
+        why, remedy = "it is not a function of these arguments", f"def {name}({', '.join(_arguments(name))}): …"
+        check(callable(hook) and _takes(hook, HOOKS[name]), name, _name(hook), why, remedy)
+    return Hooks(**found)
+
+
+def _arguments(name: str) -> list[str]:
+    return ["state", "metrics"][: HOOKS[name]]
+
+
+def _takes(function: Callable[..., Any], count: int) -> bool:
+    try:
+        inspect.signature(function).bind(*range(count))
+    except TypeError:
+        return False
+    except ValueError:  # of a function in C, whose signature is not known
+        pass
+    return True
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Other processes
+
+
+def pack(value: Any) -> bytes:
+    """Return `value`, which may have objects of the user, for `unpack` in a process that this process starts.
+
+    What can be imported is sent by its name, and what is defined in a script or a notebook, by value.
+
+    Raises:
+        ConfigError: if this is impossible.
+    """
+    import cloudpickle
+
+    try:
+        content = cloudpickle.dumps(value)
+    except Exception as error:
+        part = next((part for part, each in _given.objects.items() if not _can_be_sent(each)), "code")
+        why = f"it cannot be sent to other processes ({type(error).__name__}: {error})"
+        remedy = (
+            "a function or class at the top level of a module can be sent; parallel=single data.workers=0 starts none"
+        )
+        raise ConfigError(part, _given.names().get(part, ABSENT), why, remedy) from error
+    return pickle.dumps(([file.path for file in _given.files.values()], content))
+
+
+def unpack(content: bytes) -> Any:
+    """Return what `pack` has packed; the files of the user are executed first, as the objects may be defined there."""
+    paths, inner = pickle.loads(content)
+    for path in paths:
+        _loaded(path)
+    return pickle.loads(inner)
+
+
+def packed() -> bytes:
+    """Return the code that is given, packed for another process; empty if there is none."""
+    return pack(_given) if _given != UserCode() else b""
+
+
+def give_packed(content: bytes) -> None:
+    """Hold the code in this process that another has `packed`."""
+    if content:
+        give(unpack(content))
+
+
+def _can_be_sent(value: Any) -> bool:
+    import cloudpickle
+
+    try:
+        cloudpickle.dumps(value)
+    except Exception:
+        return False
+    return True
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, Mapping | list | tuple):
+        for inner in value.values() if isinstance(value, Mapping) else value:
+            yield from _leaves(inner)
+    elif value is not None:
+        yield value
+
+
+def _name(value: Any) -> str:
+    """Return the name of a class or function, or of the class of an object, with its module."""
+    if isinstance(value, Mapping):
+        return ", ".join(map(str, value))
+    if isinstance(value, list | tuple):
+        return ", ".join(_name(each) for each in value[:2])
+    named = value if hasattr(value, "__qualname__") else type(value)
+    return f"{named.__module__}.{named.__qualname__}".removeprefix("builtins.").replace("<locals>.", "")
+
+
+def _source(value: Any) -> str | None:
+    named = value if hasattr(value, "__qualname__") else type(value)
+    file = getattr(sys.modules.get(named.__module__), "__file__", None)
+    return file if file and os.path.isfile(file) and not is_library(os.path.abspath(file)) else None

@@ -1,0 +1,255 @@
+"""Data sets of the user: `data=FILE.py:NAME`, or the argument `data` of `runner.train`."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+import torch
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset, TensorDataset, default_collate
+
+from runner.batching import MicroBatch, SampleOrder
+from runner.config import user_code
+from runner.config.errors import ABSENT, ConfigError, check, check_range
+from runner.data.base import Batch, Data, DataError, Samples, shard_bounds
+from runner.data.image_files import to_device
+from runner.data.memory import ArraySamples
+from runner.data.workers import Workers, shared
+from runner.seeds import derive, sample_seeds, seeded
+from runner.system.error_location import described
+
+_HASHED = 16
+"""The number of samples of a map-style data set that its fingerprint covers."""
+
+
+@dataclass
+class UserData(Data):
+    """Training and held-out samples, or samples of which a share is held out; see `conf/data/_user.yaml`.
+
+    They are two data sets, or one; or a function that returns them. A data set is a map-style `Dataset`, a list of
+    (input, target), or tensors or arrays (inputs, targets).
+    """
+
+    holdout: float = 0.2
+    workers: int = 0
+    prefetch: int = 2
+    timeout: float = 120
+
+    may_change_on_resume: ClassVar[tuple[str, ...]] = ("workers", "prefetch", "timeout")
+
+    def __post_init__(self) -> None:
+        check_range(self, "holdout", above=0, most=0.9)
+        check_range(self, "workers", least=0, most=256)
+        check_range(self, "prefetch", least=1, most=64)
+        check_range(self, "timeout", least=1, most=86400)
+
+    def load(self) -> tuple[Samples, Samples]:
+        given = user_code.find("data")
+        check(given is not None, "", ABSENT, "no data is given", "data=FILE.py:NAME, or define data in the file")
+        with user_code.errors_of("data"), seeded(derive(0, "user data")):  # the same on all ranks, and for all seeds
+            if callable(given) and not hasattr(given, "__getitem__"):
+                given = given()
+            sets = [_indexable(each) for each in (given if _is_pair(given) else [given])]
+            if len(sets) == 1:
+                sets = _split(sets[0], self.holdout)
+            if all(isinstance(each, tuple) for each in sets):
+                content = _sha256(tensor for each in sets for tensor in each)
+                train, held_out = (UserArrays(*each, content) for each in sets)
+            else:
+                fetches = [Fetch(_dataset(each)) for each in sets]
+                content = _sha256(tensor for fetch in fetches for tensor in fetch.some())
+                workers = Workers(self.workers, self.timeout, self.prefetch, fetches if self.workers else None)
+                train, held_out = (DatasetSamples(fetches, number, workers, content) for number in range(2))
+        check(train.shape == held_out.shape, "", ABSENT, f"a training input has the shape {list(train.shape)}, a "
+              f"held-out one {list(held_out.shape)}", "let both data sets have inputs of one shape")  # fmt: skip
+        return train, held_out
+
+
+def _is_pair(given: Any) -> bool:
+    """Return whether something is two data sets; (inputs, targets) and a list of two samples are one."""
+    if not isinstance(given, tuple | list) or len(given) != 2:
+        return False
+    return all(isinstance(each, Dataset) for each in given) or (isinstance(given, tuple) and not _are_arrays(given))
+
+
+def _are_arrays(pair: Iterable[Any]) -> bool:
+    return all(isinstance(each, torch.Tensor | np.ndarray) for each in pair)
+
+
+def _indexable(given: Any) -> Any:
+    """Return tensors (inputs, targets) or a map-style data set; refuse what is neither."""
+    name = type(given).__name__
+    if isinstance(given, TensorDataset):
+        given = given.tensors
+    if isinstance(given, Subset) and isinstance(given.dataset, TensorDataset):
+        given = tuple(tensor[list(given.indices)] for tensor in given.dataset.tensors)
+    if isinstance(given, tuple) and len(given) == 2 and _are_arrays(given):
+        tensors = tuple(each if isinstance(each, torch.Tensor) else torch.from_numpy(each) for each in given)
+        _check_length(len(tensors[0]))
+        lengths = [len(each) for each in tensors]
+        check(
+            lengths[0] == lengths[1],
+            "",
+            name,
+            f"there are {lengths[0]} inputs and {lengths[1]} targets",
+            "pass as many of both",
+        )
+        return tensors
+    remedy = "pass data sets with __len__ and __getitem__, lists of (input, target), or tensors (inputs, targets)"
+    check(not isinstance(given, DataLoader), "", name, "the batches are made by the runner", "pass loader.dataset")
+    why = "its samples have no index, so that they cannot be shuffled, divided and resumed"
+    check(not isinstance(given, IterableDataset), "", name, why, "pass a map-style Dataset, or list(dataset)")
+    has_index = hasattr(given, "__getitem__") and not isinstance(given, tuple | dict | str)
+    check(has_index, "", name, "it is no data set", remedy)
+    check(hasattr(given, "__len__"), "", name, "it has no length (__len__)", "define __len__")
+    _check_length(len(given))
+    if isinstance(given, list):
+        _check_sample(given[0], name)
+        try:
+            return tuple(default_collate(given))
+        except (RuntimeError, TypeError) as error:
+            raise ConfigError("", name, f"its samples cannot be stacked: {error}", "pad them to one shape") from None
+    return given
+
+
+def _check_length(length: int) -> None:
+    check(length > 0, "", ABSENT, "a data set is empty", "pass one with samples")
+
+
+def _check_sample(sample: Any, name: str) -> None:
+    is_pair = isinstance(sample, tuple | list) and len(sample) == 2
+    why = f"a sample is {type(sample).__name__}, not (input, target)"
+    check(is_pair, "", name, why, "return a pair of tensors, arrays or numbers from __getitem__")
+
+
+def _split(given: Any, holdout: float) -> list[Any]:
+    """Divide a data set at random, in a way that does not depend on the seed of a run."""
+    count = len(given[0]) if isinstance(given, tuple) else len(given)
+    check(count > 1, "", ABSENT, "a single sample cannot be divided", "pass training and held-out samples")
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(derive(0, "holdout")))
+    num_held_out = max(1, round(holdout * count))
+    parts = order[num_held_out:].sort().values, order[:num_held_out].sort().values
+    if isinstance(given, tuple):
+        return [tuple(tensor[rows] for tensor in given) for rows in parts]
+    return [Subset(given, rows.tolist()) for rows in parts]
+
+
+def _dataset(given: Any) -> Any:
+    return TensorDataset(*given) if isinstance(given, tuple) else given
+
+
+def _sha256(tensors: Iterable[torch.Tensor]) -> str:
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(f"{tensor.dtype} {tuple(tensor.shape)} ".encode())
+        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+@dataclass(eq=False, repr=False)
+class UserArrays(ArraySamples):
+    """Tensors of the user; `content` is the fingerprint of all samples."""
+
+    content: str = ""
+
+    def fingerprint(self) -> str:
+        return self.content
+
+
+class Job(NamedTuple):
+    """A batch to load: the indices of its samples, and a seed for each."""
+
+    indices: list[int]
+    seeds: list[int]
+
+
+class Fetch:
+    """Loads batches of a map-style data set. While a sample is loaded, `random`, NumPy and torch draw from its seed."""
+
+    def __init__(self, dataset: Any):
+        self.dataset = dataset
+        _check_sample(self._sample(0, 0), type(dataset).__name__)
+
+    def __call__(self, job: Job) -> tuple[torch.Tensor, torch.Tensor]:
+        with seeded(0):
+            samples = [self._sample(index, seed) for index, seed in zip(job.indices, job.seeds, strict=True)]
+        try:
+            inputs, targets = default_collate(samples)
+        except (RuntimeError, TypeError) as error:
+            why = f"its samples cannot be stacked: {error}"
+            raise DataError(type(self.dataset).__name__, why, "let all samples have one shape and dtype") from None
+        for name, each in (("inputs", inputs), ("targets", targets)):
+            if not isinstance(each, torch.Tensor):
+                remedy = "return tensors, arrays or numbers"
+                raise DataError(type(self.dataset).__name__, f"its {name} are {type(each).__name__}s", remedy)
+        return inputs, targets
+
+    def some(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return a few samples from the whole data set."""
+        count = len(self.dataset)
+        indices = sorted({*torch.linspace(0, count - 1, min(count, _HASHED), dtype=torch.float64).long().tolist()})
+        return self(Job(indices, [0] * len(indices)))
+
+    def _sample(self, index: int, seed: int) -> Any:
+        torch.default_generator.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed & 0xFFFFFFFF)
+        try:
+            return self.dataset[index]
+        except Exception as error:
+            remedy = "correct its __getitem__; log.txt has the traceback"
+            raise DataError(f"sample {index} of {type(self.dataset).__name__}", described(error), remedy) from error
+
+
+class DatasetSamples(Samples):
+    """The samples of a map-style data set, the `number`-th of `fetches`, which `workers` load; see `UserData`."""
+
+    def __init__(self, fetches: Sequence[Fetch], number: int, workers: Workers, content: str):
+        self.fetch, self._fetches, self._workers, self._content = fetches[number], fetches, workers, content
+        self._load: Callable[[Any], Any] = fetches[number]
+        if workers.count:
+            self._load = shared(number)
+        self.num_workers = workers.count
+        self.example = Batch(*self.fetch(Job([0], [0])))
+        self.shape = tuple(self.example.inputs.shape[1:])
+        of = self.fetch.dataset
+        self.class_names = getattr(of, "classes", None) or getattr(getattr(of, "dataset", None), "classes", None)
+
+    def __len__(self) -> int:
+        return len(self.fetch.dataset)
+
+    def batches(self, micros: Iterable[MicroBatch], seed: int, device: torch.device) -> Iterator[Batch]:
+        order = SampleOrder(len(self), seed)
+
+        def jobs() -> Iterator[Job]:
+            for micro in micros:
+                indices = order.indices(micro.start, micro.stop)
+                yield Job(indices.tolist(), sample_seeds(seed, order.epochs(micro.start, micro.stop), indices))
+
+        return self._read(jobs(), device)
+
+    def in_order(self, batch_size: int, shard: tuple[int, int], device: torch.device) -> Iterator[Batch]:
+        start, stop = shard_bounds(len(self), shard)
+        ranges = [range(first, min(first + batch_size, stop)) for first in range(start, stop, batch_size)]
+        return self._read((Job([*rows], [*rows]) for rows in ranges), device)
+
+    def joined(self, other: Samples) -> Samples:
+        assert isinstance(other, DatasetSamples)
+        both = Fetch(ConcatDataset([self.fetch.dataset, other.fetch.dataset]))
+        return DatasetSamples([both], 0, Workers(0), self._content)
+
+    def fingerprint(self) -> str:
+        return self._content
+
+    def close(self) -> None:
+        self._workers.close()
+
+    def _read(self, jobs: Iterable[Job], device: torch.device) -> Iterator[Batch]:
+        def load() -> Generator[tuple[torch.Tensor, ...]]:
+            yield from self._workers.read(self._load, jobs)
+
+        return (Batch(*tensors) for tensors in to_device(load(), device))

@@ -1,0 +1,54 @@
+"""A network of the user: `model=FILE.py:NAME`, or the argument `model` of `runner.train`."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from runner.config import user_code
+from runner.config.errors import ABSENT, check
+from runner.model.base import Model
+from runner.seeds import seeded
+
+
+@dataclass
+class UserModel(Model):
+    """A module, or a class or function that makes one: without arguments, or of `shape` and `num_classes` by name.
+
+    The weights of a module are those with which the training begins; the module itself is not changed.
+    """
+
+    num_dims: ClassVar[int | None] = None
+
+    def network(self, shape: tuple[int, ...], num_classes: int) -> torch.nn.Module:
+        why = "the code of the network has to do that itself (torch.utils.checkpoint)"
+        check(not self.checkpoint_activations, "checkpoint_activations", True, why, "leave it out")
+        given, sizes = user_code.find("model"), {"shape": shape, "num_classes": num_classes}
+        check(given is not None, "", ABSENT, "no network is given", "model=FILE.py:NAME, or define model in the file")
+        if isinstance(given, torch.nn.Module):
+            return copy.deepcopy(given).cpu()
+        check(callable(given), "", given, "it is neither a module nor a class or function that makes one", "pass one")
+        with user_code.errors_of("model"), seeded(torch.initial_seed()):
+            free = required(given)
+            remedy = f"write a function without arguments: lambda: {getattr(given, '__name__', 'Net')}(…)"
+            why = f"its arguments are not known ({', '.join(free)}): only shape and num_classes are passed"
+            check({*free} <= {*sizes}, "", user_code.given().names().get("model"), why, remedy)
+            model = given(**{name: sizes[name] for name in free})
+        check(isinstance(model, torch.nn.Module), "", type(model).__name__, "it is no torch.nn.Module", "return one")
+        return model
+
+    def needs_sizes(self) -> bool:
+        """Return whether the network depends on the data."""
+        given = user_code.find("model")
+        return callable(given) and not isinstance(given, torch.nn.Module) and bool(required(given))
+
+
+def required(function: Any) -> list[str]:
+    """Return the names of the arguments without defaults."""
+    parameters = inspect.signature(function).parameters.values()
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [each.name for each in parameters if each.default is each.empty and each.kind not in variadic]

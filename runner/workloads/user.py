@@ -1,0 +1,205 @@
+"""The workload of a user's loss and metrics, for `workload=FILE.py` and for the arguments of `runner.train`."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch.nn.functional import cross_entropy, mse_loss
+
+from runner.batching import Plan
+from runner.config import user_code
+from runner.config.errors import ABSENT, check, check_choice, errors_under
+from runner.data.base import Batch, LabeledSamples, RegressionSamples, Samples
+from runner.data.memory import ArraySamples
+from runner.data.user import DatasetSamples
+from runner.device import sum_dtype
+from runner.model.user import UserModel
+from runner.tracking.metrics import BatchSums, MetricSums, batch_sums
+from runner.workloads.evaluation_metrics import EvaluationMetrics
+from runner.workloads.from_data import DataWorkload
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class UserWorkload(DataWorkload[Samples]):
+    """A loss, by default cross-entropy for integer targets and the mean squared error for others, and metrics.
+
+    Metrics are those of torchmetrics, or functions of (outputs, targets) of all held-out samples, whose value is
+    averaged if it is not a single number. See `conf/workload/_user.yaml`.
+    """
+
+    best_metric: str = "loss"
+    best_goal: str = "min"
+
+    may_change_on_resume: ClassVar[tuple[str, ...]] = ("eval_batch_size", "best_metric", "best_goal")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice(self, "best_goal", ("min", "max"))
+        self.best = (self.best_metric, self.best_goal)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def usable(self, samples: Samples) -> Samples:
+        return samples
+
+    def use(self, train: Samples, held_out: Samples) -> None:
+        self._of_classes = not _first(train).targets.is_floating_point()
+        given, self._mean_is_checked = user_code.find("loss"), False
+        self._loss: Any = copy.deepcopy(given) or (_cross_entropy if self._of_classes else _mean_squared_error)
+        check(callable(self._loss), "loss", given, "it is no function of (outputs, targets)", "pass a function")
+        if isinstance(given, torch.nn.Module):
+            trained, name = any(each.requires_grad for each in given.parameters()), type(given).__name__
+            check(not trained, "loss", name, "its parameters would not be trained", "make them a part of the model")
+        super().use(train, held_out)
+
+    def extra_metrics(self) -> EvaluationMetrics:
+        given = user_code.find("metrics")
+        if given is None:
+            given = {"accuracy": _accuracy} if self._loss is _cross_entropy else {}
+        why, remedy = "it is no dict from names to functions of (outputs, targets)", 'metrics={"accuracy": function}'
+        usable = isinstance(given, Mapping) and "loss" not in given and all(map(callable, given.values()))
+        check(usable, "metrics", given, why, remedy)
+        known = ("loss", *given)
+        remedy = f"choose from: {', '.join(known)}"
+        check(self.best_metric in known, "workload.best_metric", self.best_metric, "there is no such metric;", remedy)
+        return EvaluationMetrics({name: Averaged(each) if _is_function(each) else each for name, each in given.items()})
+
+    @property
+    def num_outputs(self) -> int:
+        targets, classes = _first(self.train).targets, getattr(self.train, "class_names", None)
+        if isinstance(self.train, RegressionSamples) or (classes is None and not self._of_classes):
+            return targets[0].numel()
+        if classes is None and isinstance(self.train, ArraySamples):
+            return 1 + int(self.train.targets.max())
+        why, remedy = "how many outputs the network needs is not known", "give the data set a list `classes`"
+        check(classes is not None or isinstance(self.model, UserModel), "data", ABSENT, why, remedy)
+        return len(classes or ())
+
+    def describe(self) -> dict[str, str]:
+        sizes = f"{len(self.train):,} training and {len(self.held_out):,} held-out samples"
+        sizes = f"{len(self.held_out):,} samples (--split {self.split})" if self.split else sizes
+        name = user_code.given().names().get("loss", "that of the file")
+        if self._loss in (_cross_entropy, _mean_squared_error):
+            name = "cross-entropy, as the targets are integers" if self._of_classes else "mean squared error"
+        return {"data": f"{sizes} of {list(self.train.shape)}", "loss": name}
+
+    def input_shape(self) -> tuple[int, ...] | None:
+        is_index = not _first(self.train).inputs.is_floating_point() and not isinstance(self.train, LabeledSamples)
+        return None if is_index else self.train.shape  # of zeros, which may be no valid index
+
+    def saved_model(self, signature: Mapping[str, Any]) -> torch.nn.Module:
+        if isinstance(self.model, UserModel) and not self.model.needs_sizes():
+            with errors_under("model"):
+                return self.model.build((), 0)
+        return super().saved_model(signature)
+
+    def criterion(self, outputs: Any, targets: torch.Tensor) -> torch.Tensor:
+        loss = self._loss(*_comparable(outputs, targets))
+        found = list(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+        is_scalar = isinstance(loss, torch.Tensor) and loss.dim() == 0
+        check(is_scalar, "loss", ABSENT, f"it returns {found}, and no scalar", "return the mean over the samples")
+        return loss
+
+    def loss_of(self, outputs: Any, targets: torch.Tensor) -> tuple[torch.Tensor, BatchSums]:
+        loss = self.criterion(outputs, targets)
+        return loss, batch_sums(loss.detach(), loss.detach().new_zeros(len(targets), 0))
+
+    def batches(self, model: torch.nn.Module, plan: Plan, after_step: int, device: torch.device) -> Iterator[Batch]:
+        if isinstance(self._loss, torch.nn.Module):  # it may have class weights, for example
+            self._loss.to(device, next((each.dtype for each in model.parameters()), torch.float32))
+        return super().batches(model, plan, after_step, device)
+
+    def evaluate(
+        self, infer: Callable[[torch.Tensor], Any], shard: tuple[int, int], device: torch.device
+    ) -> MetricSums:
+        sums: MetricSums = {"loss": torch.zeros((), dtype=sum_dtype(device), device=device)}
+        sums["count"], tally = torch.zeros((), dtype=torch.int64, device=device), self.extra.start(device)
+        for batch in self.held_out.in_order(self.eval_batch_size, shard, device):
+            outputs, targets = _comparable(infer(batch.inputs), batch.targets)
+            if isinstance(self._loss, torch.nn.Module):
+                self._loss.to(outputs)
+            if not self._mean_is_checked:
+                self._check_mean(outputs, targets)
+            sums["loss"] += self.criterion(outputs, targets) * len(targets)
+            sums["count"] += len(targets)
+            tally.update(outputs, targets)
+        return sums | tally.sums()
+
+    def summarize(self, sums: MetricSums) -> dict[str, float]:
+        extra = self.extra.compute(sums, sums["loss"].device)
+        return {"loss": float(sums["loss"]) / int(sums["count"]), **extra}
+
+    def _check_mean(self, outputs: Any, targets: torch.Tensor) -> None:
+        """Warn, once, if the loss of a batch is not the mean of the losses of its halves."""
+        n, half = len(targets), len(targets) // 2
+        if not half or not isinstance(outputs, torch.Tensor):
+            return
+        self._mean_is_checked = True
+        whole, *parts = (
+            float(self.criterion(outputs[rows], targets[rows])) for rows in (slice(n), slice(half), slice(half, n))
+        )
+        mean = (half * parts[0] + (n - half) * parts[1]) / n
+        if not math.isclose(whole, mean, rel_tol=1e-4, abs_tol=1e-7):
+            text = (
+                "the loss of %d samples is %.6g, but the mean over its halves %.6g: it is not a mean over samples, and "
+            )
+            text += "accumulation or several processes change it (with class weights: divide by the number of samples)"
+            log.warning(text, n, whole, mean)
+
+
+class Averaged:
+    """A function of (outputs, targets) whose value is averaged if it is not a single number."""
+
+    def __init__(self, function: Callable[[Any, torch.Tensor], Any]):
+        self._function = function
+
+    def __call__(self, outputs: Any, targets: torch.Tensor) -> Any:
+        value = self._function(outputs, targets)
+        return value.double().mean() if isinstance(value, torch.Tensor) and value.dim() else value
+
+
+def _is_function(metric: Any) -> bool:
+    return not hasattr(metric, "compute")  # of torchmetrics
+
+
+def _first(samples: Samples) -> Batch:
+    """Return the first sample as a batch; of images in files, which are not read, zeros."""
+    if isinstance(samples, DatasetSamples):
+        return samples.example
+    if isinstance(samples, ArraySamples):
+        return Batch(samples.inputs[:1], samples.targets[:1])
+    return Batch(torch.zeros(1, *samples.shape), torch.zeros(1, dtype=torch.int64))
+
+
+def _comparable(outputs: Any, targets: torch.Tensor) -> tuple[Any, torch.Tensor]:
+    """Return floating-point outputs and targets in float32, or in float64 if the outputs are: 16 bits are too few."""
+    if not isinstance(outputs, torch.Tensor) or not outputs.is_floating_point():
+        return outputs, targets
+    dtype = torch.promote_types(outputs.dtype, torch.float32)
+    return outputs.to(dtype), targets.to(dtype) if targets.is_floating_point() else targets
+
+
+def _cross_entropy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    fits = outputs.dim() > 1 and targets.shape == (*outputs.shape[:1], *outputs.shape[2:])
+    _check_shapes(fits, outputs, targets, "class indices [n, …] need outputs [n, num_classes, …]")
+    return cross_entropy(outputs, targets)
+
+
+def _mean_squared_error(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    _check_shapes(outputs.shape == targets.shape, outputs, targets, "they would be broadcast to each other")
+    return mse_loss(outputs, targets)
+
+
+def _check_shapes(fits: bool, outputs: torch.Tensor, targets: torch.Tensor, why: str) -> None:
+    shapes = f"outputs have the shape {list(outputs.shape)}, targets {list(targets.shape)}"
+    check(fits, "data", ABSENT, f"{shapes}: {why}", "change the network or the targets, or pass a loss")
+
+
+def _accuracy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return outputs.argmax(1) == targets

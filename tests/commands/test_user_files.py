@@ -1,0 +1,141 @@
+"""Tests of Python files that are named on the command line: `workload=mine.py`, `model=mine.py:Net`."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from helpers.command import ROOT, run_command
+from helpers.plain_loop import largest_difference, weights_at
+from helpers.runs import assert_checkpoint_bitwise_equal, checkpoint_tensors, only_run
+
+import runner
+from runner.commands import evaluate, verify
+from runner.config.user_code import UserCode, using
+
+SMALL = ("device=cpu", "device.threads=1", "steps=4", "save_every=2", "batch_size=16", "log_every=1")
+
+NETWORKS = """
+from torch import nn
+
+def narrow():
+    return nn.Sequential(nn.Linear(13, 3))
+
+def wide():
+    return nn.Sequential(nn.Linear(13, 64), nn.ReLU(), nn.Linear(64, 3))
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    shutil.copy(ROOT / "docs" / "examples" / "mine.py", tmp_path)
+    (tmp_path / "networks.py").write_text(NETWORKS)
+    monkeypatch.chdir(tmp_path)
+    with using(UserCode()):  # commands run in this process, too
+        yield tmp_path
+
+
+def succeeds(cwd: Path, *words: str) -> str:
+    code, console = run_command(*words, cwd=cwd)
+    assert code == 0, console
+    return console
+
+
+def refused(cwd: Path, *words: str) -> str:
+    code, console = run_command(*words, cwd=cwd)
+    assert code == 2, console
+    return console
+
+
+def test_a_file_trains_the_same_from_the_command_from_python_and_part_by_part(here: Path) -> None:
+    succeeds(here, "workload=mine.py", *SMALL)
+    run = only_run(here)
+    assert run.parent.name == "mine"
+    wanted = checkpoint_tensors(run)
+    result = runner.train(["workload=mine.py", *SMALL, "output_root=python"])
+    assert_checkpoint_bitwise_equal(result.directory, wanted)
+    curves = runner.load(run).curves()
+    assert set(curves["weights/first"]) == {1, 2, 3, 4}
+    assert "eval/accuracy" in curves
+    parts = ["model=mine.py:model", "data=mine.py", "output_root=parts", *SMALL, "parallel=ddp", "precision=64"]
+    two = runner.train(parts)
+    one = runner.train([*parts, "parallel=single"])
+    assert two.world_size == 2
+    assert largest_difference(weights_at(two.directory, 4), weights_at(one.directory, 4)) < 1e-12
+    assert "weights/first" not in runner.load(one.directory).curves(), "hooks are those of a workload"
+
+
+def test_a_saved_run_never_runs_its_code_unless_it_is_typed(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    succeeds(here, "workload=mine.py", "model=networks.py:wide", *SMALL)
+    run = only_run(here)
+    whole = checkpoint_tensors(run)
+    for file in ("mine.py", "networks.py"):
+        shutil.copy(here / file, here / f"{file}.kept")
+        (here / file).write_text(f"open('executed', 'w')\n{(here / file).read_text()}")
+    checkpoint = run / "checkpoints" / "step_00000002"
+    console = refused(here, f"resume={checkpoint}")
+    assert not (here / "executed").exists()
+    typed = shlex.split(" ".join(console.partition("type: ")[2].split("\n")))
+    assert typed[:3] == ["python", "-m", "runner"]
+    assert {*typed[3:]} == {f"resume={checkpoint}", "workload=mine.py", "model=networks.py:wide"}
+    assert evaluate.main([str(run)]) == 2
+    assert verify.main([str(run)]) == 2
+    assert not (here / "executed").exists()
+
+    console = succeeds(here, *typed[3:])
+    assert (here / "executed").exists()
+    assert "mine.py has changed since the last session" in console
+    assert "networks.py has changed" in console
+    assert_checkpoint_bitwise_equal(run, whole)
+    capsys.readouterr()
+    assert evaluate.main([str(run), *typed[4:], "--checkpoint=last"]) == 0
+    assert "eval/accuracy" in capsys.readouterr().out
+    assert verify.main([str(run), *typed[4:]]) == 0
+
+
+def test_an_option_file_cannot_choose_code(here: Path) -> None:
+    (here / "evil.py").write_text("open('executed', 'w')\n")
+    target = "  _target_: runner.model.user.UserModel\n"
+    for group, content in (
+        ("experiment", "# @package _global_\ncode:\n  model: evil.py:Net\nmodel:\n" + target),
+        ("model", f"code: evil.py\n{target.strip()}\n"),
+        ("experiment", "# @package _global_\nhydra:\n  sweeper:\n    params:\n      model: evil.py:Net\n"),
+    ):
+        (here / "conf" / group).mkdir(parents=True, exist_ok=True)
+        (here / "conf" / group / "mine.yaml").write_text(content)
+        sweep = ["-m"] if "sweeper" in content else []
+        refused(here, *sweep, "--config-dir=conf", f"{group}=mine", *SMALL)
+    refused(here, "model=_user", *SMALL)
+    refused(here, "workload=_user", *SMALL)
+    assert not (here / "executed").exists()
+
+
+def test_mistakes_in_a_file_are_refused_with_its_line(here: Path) -> None:
+    (here / "wrong.py").write_text("import torch\n\nvalue = 1 / 0\n")
+    (here / "syntax.py").write_text("import torch\n\ndef model(:\n")
+    (here / "data.py").write_text("def data():\n    raise OSError('no disk')\n\ndef model():\n    return Net\n")
+    for words, texts in {
+        ("workload=wrong.py",): ("wrong.py:3", "ZeroDivisionError"),
+        ("workload=syntax.py",): ("syntax.py:3",),
+        ("workload=data.py",): ("data.py:2", "no disk"),
+        ("workload=mine.py", "model=data.py"): ("data.py:5", "Net"),
+        ("workload=mine.py", "model=networks.py:wied"): ("networks.py:wide",),
+        ("workload=networks.py",): ("no data",),
+        ("workload=absent.py",): ("no such file",),
+        ("workload=mine.py:model",): ("model=mine.py:model",),
+        ("workload=mine.py", "workload.best_metric=acuracy"): ("accuracy",),
+    }.items():
+        console = refused(here, *words, *SMALL)
+        assert all(text in console for text in texts), console
+    assert not (here / "outputs").exists()
+
+
+def test_a_sweep_trains_networks_of_a_file(here: Path) -> None:
+    words = ("workload=mine.py", "model=networks.py:narrow,networks.py:wide", *SMALL)
+    succeeds(here, "-m", *words)
+    runs = {path.parent.name: runner.load(path.parent) for path in here.glob("outputs/sweeps/mine/*/*/config.yaml")}
+    assert sorted(run.config["code"]["model"] for run in runs.values()) == ["networks.py:narrow", "networks.py:wide"]
+    assert {run.result["status"] for run in runs.values()} == {"done"}
