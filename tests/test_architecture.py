@@ -32,7 +32,7 @@ LAYERS = [
     ["runner.run"],
     ["runner.state", "runner.resume"],
     [("runner.training", "runner.compiled_step"), "runner.analysis"],
-    ["runner.sweep", "runner.planning", "runner.verification"],
+    ["runner.sweeps", "runner.planning", "runner.verification"],
     ["runner.api"],
     [("runner.commands", "runner.__main__"), "runner"],
 ]

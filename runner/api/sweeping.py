@@ -15,9 +15,9 @@ from runner.config.composition import Composer
 from runner.config.errors import check
 from runner.config.overrides import checked_override, override_key, override_value, quoted
 from runner.storage.ledger_file import read_ledger
-from runner.sweep.engines.local import Local
-from runner.sweep.run_sweep import run_sweep
-from runner.sweep.sweep_jobs import SweepJobs
+from runner.sweeps.engines.local import Local
+from runner.sweeps.run_sweep import run_sweep
+from runner.sweeps.sweep_jobs import SweepJobs
 
 if TYPE_CHECKING:
     import pandas as pd

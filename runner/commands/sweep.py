@@ -18,8 +18,8 @@ from runner.commands.arguments import Parser, command
 from runner.config.errors import check
 from runner.storage.files import check_readable
 from runner.storage.ledger_file import LEDGER, num_jobs, read_ledger
-from runner.sweep.display import last_line
-from runner.sweep.ledger import console_file
+from runner.sweeps.display import last_line
+from runner.sweeps.ledger import console_file
 from runner.system.console import DONE
 from runner.system.secrets import printable
 

@@ -86,8 +86,8 @@ def _run(arguments: list[str]) -> list[int]:
     from runner.config.composition import Composer
 
     if options.multirun:
-        from runner.sweep.run_sweep import run_sweep
-        from runner.sweep.sweep_jobs import SweepJobs
+        from runner.sweeps.run_sweep import run_sweep
+        from runner.sweeps.sweep_jobs import SweepJobs
 
         jobs = SweepJobs(Composer(options.config_dir), [quoted(word, sweep=True) for word in options.overrides])
         return run_sweep(jobs, options.overrides, options.config_dir, PRELOADED)

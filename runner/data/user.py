@@ -250,6 +250,6 @@ class DatasetSamples(Samples):
 
     def _read(self, jobs: Iterable[Job], device: torch.device) -> Iterator[Batch]:
         def load() -> Generator[tuple[torch.Tensor, ...]]:
-            yield from self._workers.read(self._load, jobs)
+            yield from self._workers.map(self._load, jobs)
 
         return (Batch(*tensors) for tensors in to_device(load(), device))

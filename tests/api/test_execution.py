@@ -101,8 +101,9 @@ def test_a_crash_is_raised_with_its_cause_and_the_result(
     assert json.loads((result.directory / "result.json").read_text())["status"] == "crashed"
     lines = capfd.readouterr().err.splitlines()
     code = lines.index('    raise ZeroDivisionError("on purpose")')
-    assert re.fullmatch(rf'  File "{re.escape(__file__)}", line \d+, in fail', lines[code - 1])
-    assert lines[-1] == "ZeroDivisionError: on purpose"
+    place = re.fullmatch(rf'  File "{re.escape(__file__)}", line (\d+), in fail', lines[code - 1])
+    assert place
+    assert lines[-1] == f"ZeroDivisionError: on purpose ({__file__}:{place[1]})"
 
 
 def test_a_resumed_run_that_crashes_before_its_first_step_keeps_its_step_count(

@@ -18,6 +18,8 @@ from runner.config.user_code import UserCode, using
 
 SMALL = ("device=cpu", "device.threads=1", "steps=4", "save_every=2", "batch_size=16", "log_every=1")
 
+MARK = "__import__('pathlib').Path('executed').touch()\n"
+
 NETWORKS = """
 from torch import nn
 
@@ -74,7 +76,7 @@ def test_a_saved_run_never_runs_its_code_unless_it_is_typed(here: Path, capsys: 
     whole = checkpoint_tensors(run)
     for file in ("mine.py", "networks.py"):
         shutil.copy(here / file, here / f"{file}.kept")
-        (here / file).write_text(f"open('executed', 'w')\n{(here / file).read_text()}")
+        (here / file).write_text(f"{MARK}{(here / file).read_text()}")
     checkpoint = run / "checkpoints" / "step_00000002"
     console = refused(here, f"resume={checkpoint}")
     assert not (here / "executed").exists()
@@ -97,7 +99,7 @@ def test_a_saved_run_never_runs_its_code_unless_it_is_typed(here: Path, capsys: 
 
 
 def test_an_option_file_cannot_choose_code(here: Path) -> None:
-    (here / "evil.py").write_text("open('executed', 'w')\n")
+    (here / "evil.py").write_text(MARK)
     target = "  _target_: runner.model.user.UserModel\n"
     for group, content in (
         ("experiment", "# @package _global_\ncode:\n  model: evil.py:Net\nmodel:\n" + target),

@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 
 from runner.config.composition import Composer, resolved
 from runner.config.errors import ConfigError
-from runner.sweep.sweep_jobs import SweepJobs
+from runner.sweeps.sweep_jobs import SweepJobs
 
 
 def options(directory: Path, name: str, text: str) -> Composer:

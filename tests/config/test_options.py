@@ -18,8 +18,8 @@ from runner.config.errors import ConfigError
 from runner.config.options import CONF, groups
 from runner.config.schema import build, load_class, option_fields, typed_values
 from runner.run import CONFIG_GROUPS, WORKLOAD_INPUTS, Run, build_run
-from runner.sweep.engines.base import Engine
-from runner.sweep.sweep_jobs import SweepJobs
+from runner.sweeps.engines.base import Engine
+from runner.sweeps.sweep_jobs import SweepJobs
 from runner.system.accelerator import accelerator_type
 
 # Further overrides that an option needs.

@@ -13,7 +13,7 @@ from runner.config.composition import Composer
 from runner.config.overrides import quoted
 from runner.parallel.launch import processes
 from runner.run import build_run
-from runner.sweep.sweep_jobs import SweepJobs
+from runner.sweeps.sweep_jobs import SweepJobs
 from runner.system.forkserver import start_server
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -84,6 +84,7 @@ def test_the_python_code_runs_from_top_to_bottom(
     names: dict[str, object] = {}
     for block in re.findall(r"^```python\n(.*?)^```$", TEXTS["docs/python.md"], re.MULTILINE | re.DOTALL):
         exec(block, names)
-    refused, predicted = capsys.readouterr().out.splitlines()
-    assert refused == "optimizer.lr see the comments in conf/optimizer/sgd.yaml"
-    assert re.fullmatch(r"image\.png \d [01]\.\d+ ", predicted)
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0] == "optimizer.lr see the comments in conf/optimizer/sgd.yaml"
+    assert re.fullmatch(r"image\.png \d [01]\.\d+ ", printed[-1])
+    assert list(names["table"]["status"]) == ["done"] * 4  # pyright: ignore[reportIndexIssue]

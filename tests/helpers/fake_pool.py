@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from runner.sweep.engines.base import Ended, Job, Pool
+from runner.sweeps.engines.base import Ended, Job, Pool
 
 
 class FakePool(Pool):

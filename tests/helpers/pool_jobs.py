@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from helpers.command import processes_in, wait_until
-from runner.sweep.engines.base import Demand, Ended, Job, Pool
+from runner.sweeps.engines.base import Demand, Ended, Job, Pool
 
 
 def job(number: int, *words: str, earlier: str = "", is_changed: bool = False, **demand: int) -> Job:

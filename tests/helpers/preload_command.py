@@ -6,8 +6,8 @@ import runner.commands.train  # first: it defers the import of torch
 
 # isort: on
 import runner.storage.saved_run
-import runner.sweep.engines.local
-import runner.sweep.run_sweep
+import runner.sweeps.engines.local
+import runner.sweeps.run_sweep
 from runner.config.composition import Composer
 
 Composer().run([])  # Hydra finds its plugins

@@ -8,8 +8,8 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from runner.sweep.display import Display, message
-from runner.sweep.engines.base import Job
+from runner.sweeps.display import Display, message
+from runner.sweeps.engines.base import Job
 
 
 def test_a_paused_job_is_counted_once_with_its_final_state(capsys: pytest.CaptureFixture[str]) -> None:

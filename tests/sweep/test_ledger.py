@@ -15,7 +15,7 @@ from helpers.permissions import enforced_permissions
 
 from runner.config.errors import ConfigError
 from runner.storage.ledger_file import read_ledger
-from runner.sweep.ledger import Ledger, console_file
+from runner.sweeps.ledger import Ledger, console_file
 
 OpenLedger = Callable[..., Ledger]
 

@@ -13,12 +13,12 @@ from runner.config.errors import ConfigError, check
 from runner.result import EXIT_CODES
 from runner.storage.ledger_file import read_ledger
 from runner.storage.run_directory import StorageError
-from runner.sweep import ledger as ledger_module
-from runner.sweep.display import Display
-from runner.sweep.engines.base import Engine, Job
-from runner.sweep.engines.local import Local
-from runner.sweep.ledger import Ledger, console_file
-from runner.sweep.scheduler import STATES, JobSource, Scheduler
+from runner.sweeps import ledger as ledger_module
+from runner.sweeps.display import Display
+from runner.sweeps.engines.base import Engine, Job
+from runner.sweeps.engines.local import Local
+from runner.sweeps.ledger import Ledger, console_file
+from runner.sweeps.scheduler import STATES, JobSource, Scheduler
 from runner.system.signals import StopRequest
 
 

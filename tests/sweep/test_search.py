@@ -14,13 +14,13 @@ from helpers.fake_pool import FakePool
 
 from runner.config.errors import ConfigError
 from runner.storage.ledger_file import read_ledger
-from runner.sweep.display import Display
-from runner.sweep.engines.base import Ended, Job
-from runner.sweep.engines.local import Local
-from runner.sweep.ledger import STUDY, Ledger, console_file
-from runner.sweep.scheduler import Scheduler
-from runner.sweep.search import Objective, Search
-from runner.sweep.search_space import Dimension, Interval, Space
+from runner.sweeps.display import Display
+from runner.sweeps.engines.base import Ended, Job
+from runner.sweeps.engines.local import Local
+from runner.sweeps.ledger import STUDY, Ledger, console_file
+from runner.sweeps.scheduler import Scheduler
+from runner.sweeps.search import Objective, Search
+from runner.sweeps.search_space import Dimension, Interval, Space
 from runner.system.signals import StopRequest
 from runner.tracking.event_file import EventFile, points
 
@@ -231,7 +231,7 @@ class Writes:
 def writes(monkeypatch: pytest.MonkeyPatch) -> Writes:
     from optuna.storages.journal import JournalFileBackend
 
-    from runner.sweep import ledger
+    from runner.sweeps import ledger
 
     writes, write_text, append_logs = Writes(), ledger.write_text, JournalFileBackend.append_logs
 
@@ -358,7 +358,7 @@ def test_a_search_of_a_finite_space_tries_each_combination_once(
 
 
 def test_a_search_without_optuna_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runner.sweep.engines.base.is_installed", lambda name: False)
+    monkeypatch.setattr("runner.sweeps.engines.base.is_installed", lambda name: False)
     with pytest.raises(ConfigError, match="pip install optuna"):
         Local(search="tpe")
 

@@ -1,4 +1,4 @@
-"""Tests of `runner.sweep.sweep_jobs`: lists, paired values, ranges and intervals in the overrides of a sweep."""
+"""Tests of `runner.sweeps.sweep_jobs`: lists, paired values, ranges and intervals in the overrides of a sweep."""
 
 from pathlib import Path
 
@@ -7,9 +7,9 @@ import torch
 
 from runner.config.composition import Composer
 from runner.config.errors import ConfigError
-from runner.sweep.engines.base import Demand
-from runner.sweep.search_space import Interval
-from runner.sweep.sweep_jobs import Planner, SweepJobs, parse_zip
+from runner.sweeps.engines.base import Demand
+from runner.sweeps.search_space import Interval
+from runner.sweeps.sweep_jobs import Planner, SweepJobs, parse_zip
 
 
 def jobs(*overrides: str) -> SweepJobs:

@@ -18,11 +18,11 @@ from helpers.pool_jobs import exit_codes_of
 from runner.config.errors import ConfigError
 from runner.storage import run_directory
 from runner.storage.files import is_locked
-from runner.sweep.engines import local
-from runner.sweep.engines.base import Demand, Ended, Job, Pool
-from runner.sweep.engines.local import Local, LocalPool
-from runner.sweep.engines.ray import Ray
-from runner.sweep.engines.slurm import Slurm
+from runner.sweeps.engines import local
+from runner.sweeps.engines.base import Demand, Ended, Job, Pool
+from runner.sweeps.engines.local import Local, LocalPool
+from runner.sweeps.engines.ray import Ray
+from runner.sweeps.engines.slurm import Slurm
 
 
 @pytest.fixture

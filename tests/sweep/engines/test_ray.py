@@ -13,10 +13,10 @@ from helpers.extras import require
 from helpers.pool_jobs import exit_codes_of, job, processes, reports_of_job, wait_until_ended, wait_until_started
 
 from runner.config.errors import ConfigError
-from runner.sweep.engines import child
-from runner.sweep.engines import ray as engine
-from runner.sweep.engines.base import Pool
-from runner.sweep.engines.ray import Ray
+from runner.sweeps.engines import child
+from runner.sweeps.engines import ray as engine
+from runner.sweeps.engines.base import Pool
+from runner.sweeps.engines.ray import Ray
 
 ray = require("ray")
 

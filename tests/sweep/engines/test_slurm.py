@@ -15,10 +15,10 @@ from helpers.fake_slurm import ACTIVE_STATES, FakeSlurm
 from helpers.pool_jobs import exit_codes_of, job, processes, reports_of_job, wait_until_ended, wait_until_started
 
 from runner.config.errors import ConfigError
-from runner.sweep.engines import child, ray, slurm
-from runner.sweep.engines.base import Ended, Pool
-from runner.sweep.engines.ray import Ray
-from runner.sweep.engines.slurm import Slurm, SlurmPool, cancel
+from runner.sweeps.engines import child, ray, slurm
+from runner.sweeps.engines.base import Ended, Pool
+from runner.sweeps.engines.ray import Ray
+from runner.sweeps.engines.slurm import Slurm, SlurmPool, cancel
 
 
 @pytest.fixture

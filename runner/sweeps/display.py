@@ -18,7 +18,7 @@ from rich.text import Text
 from runner.config.errors import WIDTH
 from runner.config.overrides import override_key
 from runner.storage.files import check_no_link, open_regular
-from runner.sweep.engines.base import Job
+from runner.sweeps.engines.base import Job
 from runner.system.secrets import printable, redacted_values
 
 _REFRESH_SECONDS = 0.5

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from runner.config import user_code
 from runner.config.errors import check
 from runner.storage.files import is_locked
-from runner.sweep.engines.base import Ended, Engine, Job, Pool
+from runner.sweeps.engines.base import Ended, Engine, Job, Pool
 from runner.system.console import CRASHED, STOPPED
 from runner.system.cpu import usable_core_numbers
 from runner.system.forkserver import METHOD, become_command, show_name, start_server, without_main_module

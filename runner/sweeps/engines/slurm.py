@@ -26,9 +26,9 @@ from typing import Any, NamedTuple
 
 from runner.config.errors import ConfigError, check, check_range
 from runner.storage.files import read_regular
-from runner.sweep.engines.base import ClusterEngine, Ended, Job, Pool, Resources
-from runner.sweep.engines.child import KILL, STOP, SlurmTask, task
-from runner.sweep.ledger import SETTLED, SLURM
+from runner.sweeps.engines.base import ClusterEngine, Ended, Job, Pool, Resources
+from runner.sweeps.engines.child import KILL, STOP, SlurmTask, task
+from runner.sweeps.ledger import SETTLED, SLURM
 from runner.system.console import STOPPED
 from runner.system.import_path import is_installed, python_path
 

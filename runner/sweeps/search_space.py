@@ -10,7 +10,7 @@ from contextlib import suppress
 from functools import cached_property
 from typing import NamedTuple
 
-from runner.sweep.engines.base import MAX_TRIALS
+from runner.sweeps.engines.base import MAX_TRIALS
 
 
 class Interval(NamedTuple):

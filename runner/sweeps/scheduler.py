@@ -12,9 +12,9 @@ from typing import Any
 
 from runner.config.errors import ConfigError
 from runner.storage.run_directory import StorageError, read_result
-from runner.sweep.display import Display, message
-from runner.sweep.engines.base import Ended, Engine, Job, Pool
-from runner.sweep.ledger import Ledger
+from runner.sweeps.display import Display, message
+from runner.sweeps.engines.base import Ended, Engine, Job, Pool
+from runner.sweeps.ledger import Ledger
 from runner.system.console import CRASHED, DIVERGED, DONE, INTERRUPTED, REFUSED, STOPPED
 from runner.system.signals import StopRequest
 

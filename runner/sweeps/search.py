@@ -23,11 +23,11 @@ from optuna.trial import FrozenTrial, TrialState
 
 from runner.config.errors import ConfigError, check, did_you_mean
 from runner.storage.files import read_regular, write_bytes
-from runner.sweep.engines.base import Engine, Job
-from runner.sweep.ledger import STUDY, Ledger
-from runner.sweep.sampling import proposed
-from runner.sweep.scheduler import JobSource
-from runner.sweep.search_space import Space
+from runner.sweeps.engines.base import Engine, Job
+from runner.sweeps.ledger import STUDY, Ledger
+from runner.sweeps.sampling import proposed
+from runner.sweeps.scheduler import JobSource
+from runner.sweeps.search_space import Space
 from runner.system.console import CRASHED, DONE, INTERRUPTED, REFUSED, STOPPED
 from runner.tracking.event_file import EventReader
 

@@ -12,8 +12,8 @@ from optuna.distributions import BaseDistribution
 from optuna.samplers import BaseSampler, RandomSampler, TPESampler
 from optuna.trial import FrozenTrial
 
-from runner.sweep.engines.base import Engine
-from runner.sweep.search_space import Dimension, Space
+from runner.sweeps.engines.base import Engine
+from runner.sweeps.search_space import Dimension, Space
 
 
 def proposed(study: Study, trial: Trial, space: Space, options: Engine) -> list[str]:

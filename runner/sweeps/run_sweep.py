@@ -19,11 +19,11 @@ from runner.config.schema import build
 from runner.config.user_code import typed_files
 from runner.parallel.launch.cluster import external_rank_info
 from runner.storage.files import write_text
-from runner.sweep.display import Display
-from runner.sweep.ledger import OPTIONS, Ledger
-from runner.sweep.scheduler import JobSource, Scheduler
-from runner.sweep.search_space import Space
-from runner.sweep.sweep_jobs import Planner, SweepJobs
+from runner.sweeps.display import Display
+from runner.sweeps.ledger import OPTIONS, Ledger
+from runner.sweeps.scheduler import JobSource, Scheduler
+from runner.sweeps.search_space import Space
+from runner.sweeps.sweep_jobs import Planner, SweepJobs
 from runner.system.console import CRASHED, DIVERGED, DONE, REFUSED, STOPPED
 from runner.system.forkserver import run_in_child
 from runner.system.import_path import is_installed
@@ -31,7 +31,7 @@ from runner.system.signals import StopRequest
 from runner.tracking.base import Tracker
 
 if TYPE_CHECKING:
-    from runner.sweep.search import Search
+    from runner.sweeps.search import Search
 
 
 def run_sweep(
@@ -108,7 +108,7 @@ class StopSweep(StopRequest):
 
 def _search(jobs: SweepJobs, planner: Planner) -> Search:
     """Check the options of a search, and return what it does."""
-    from runner.sweep.search import Objective, Search  # it imports Optuna, which is optional
+    from runner.sweeps.search import Objective, Search  # it imports Optuna, which is optional
 
     options, (metric, goal) = jobs.engine, planner.best
     if not jobs.swept:

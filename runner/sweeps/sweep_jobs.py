@@ -34,9 +34,9 @@ from runner.config.schema import build, load_class
 from runner.config.user_code import is_file
 from runner.run import build_run, config_hash
 from runner.storage.run_directory import job_name
-from runner.sweep.engines.base import Demand, Engine, Job
-from runner.sweep.ledger import SHARED_KEYS, console_file
-from runner.sweep.search_space import Dimension, Interval
+from runner.sweeps.engines.base import Demand, Engine, Job
+from runner.sweeps.ledger import SHARED_KEYS, console_file
+from runner.sweeps.search_space import Dimension, Interval
 from runner.workloads.base import Workload
 
 MAX_JOBS = 10_000
