@@ -35,7 +35,6 @@ class UserWorkload(DataWorkload[Samples]):
     averaged if it is not a single number. See `conf/workload/_user.yaml`.
     """
 
-    best_metric: str = "loss"
     best_goal: str = "min"
 
     may_change_on_resume: ClassVar[tuple[str, ...]] = ("eval_batch_size", "best_metric", "best_goal")
@@ -43,7 +42,10 @@ class UserWorkload(DataWorkload[Samples]):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice(self, "best_goal", ("min", "max"))
-        self.best = (self.best_metric, self.best_goal)  # pyright: ignore[reportAttributeAccessIssue]
+
+    @classmethod
+    def best_for(cls, options: Mapping[str, Any]) -> tuple[str, str]:
+        return options.get("best_metric") or "loss", options.get("best_goal", "min")
 
     def usable(self, samples: Samples) -> Samples:
         return samples
@@ -67,7 +69,13 @@ class UserWorkload(DataWorkload[Samples]):
         check(usable, "metrics", given, why, remedy)
         known = ("loss", *given)
         remedy = f"choose from: {', '.join(known)}"
-        check(self.best_metric in known, "workload.best_metric", self.best_metric, "there is no such metric;", remedy)
+        check(
+            self.best_metric in (None, *known),
+            "workload.best_metric",
+            self.best_metric,
+            "there is no such metric;",
+            remedy,
+        )
         return EvaluationMetrics({name: Averaged(each) if _is_function(each) else each for name, each in given.items()})
 
     @property
