@@ -176,13 +176,11 @@ def labels_of(config: dict[str, Any]) -> dict[str, Any]:
     with suppress(Exception):  # the package of the workload may raise anything
         unused = {*WORKLOAD_INPUTS} - {*component_fields(load_class(config["workload"]["_target_"], Workload))}
     for key, value in config.items():
-        if key in unused:
-            continue
         if not isinstance(value, dict):
             labels[key] = value
-            continue
-        labels[key] = option_name(key, value)
-        labels |= {f"{key}.{name}": inner for name, inner in value.items() if name != "_target_"}
+        elif key not in unused:
+            labels[key] = option_name(key, value)
+            labels |= {f"{key}.{name}": inner for name, inner in value.items() if name != "_target_"}
     return labels
 
 
