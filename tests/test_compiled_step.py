@@ -11,16 +11,8 @@ from typing import Any
 import pytest
 import torch
 from helpers import catch_env
+from helpers import plain_loop as loops
 from helpers.compose import TINY_CPU, TrainedRun, build_composed_run, compose_config, prepare_session, train_in
-from helpers.plain_loop import (
-    ALL_OPTIMIZER_CASES,
-    PLAIN_LOOP_OVERRIDES,
-    STEPS,
-    PlainSettings,
-    largest_difference,
-    plain_loop,
-    weights_at,
-)
 from helpers.rank_functions import sigterm_at
 from helpers.ranks import Ranks
 from helpers.runs import assert_bitwise_equal, run_outcome
@@ -30,7 +22,7 @@ from runner.config.errors import ConfigError
 from runner.workloads.classifier import Classifier
 
 STEP = "compile=step"
-SMALL = (*TINY_CPU, "model.channels=[2]", "model.hidden=8", *PLAIN_LOOP_OVERRIDES)
+SMALL = (*TINY_CPU, "model.channels=[2]", "model.hidden=8", *loops.PLAIN_LOOP_OVERRIDES)
 
 
 PIXELS = ("model=nature_cnn", "model.channels=[4,5]", "model.kernel_sizes=[4,3]", "model.strides=[2,1]")
@@ -47,14 +39,14 @@ def trained(directory: Path, *overrides: str, **options: Any) -> TrainedRun:
 )
 def test_the_weights_are_those_of_a_plain_loop(name: str, tmp_path: Path) -> None:
     """With clipping, in float64, where only the order of sums differs; Adam and its like divide by small gradients."""
-    options, optimizer = ALL_OPTIMIZER_CASES[name]
+    options, optimizer = loops.ALL_OPTIMIZER_CASES[name]
     dtype, bound = torch.float64, {"adam": 1e-11, "adamw": 1e-11, "rmsprop": 1e-11, "nadam": 1e-9}.get(name, 1e-13)
     size = TINY_CPU if name == "groups" else SMALL
     precision = f"precision={torch.finfo(dtype).bits}"
-    overrides = (*size, *PLAIN_LOOP_OVERRIDES, *options, precision, "max_grad_norm=0.5")
+    overrides = (*size, *loops.PLAIN_LOOP_OVERRIDES, *options, precision, "max_grad_norm=0.5")
     run = trained(tmp_path, *overrides, STEP)
-    wanted = plain_loop(build_composed_run(*overrides), optimizer, PlainSettings(dtype=dtype, max_norm=0.5))
-    assert largest_difference(weights_at(tmp_path, STEPS), wanted.weights) <= bound
+    wanted = loops.plain_loop(build_composed_run(*overrides), optimizer, loops.PlainSettings(dtype=dtype, max_norm=0.5))
+    assert loops.largest_difference(loops.weights_at(tmp_path, loops.STEPS), wanted.weights) <= bound
     curves = run_outcome(run.directory)["curves"]
     assert [value for _, value in curves["train/loss"]] == pytest.approx(wanted.losses, rel=1e-6)
 
@@ -72,12 +64,12 @@ def test_everything_else_is_what_the_loop_computes_and_nothing_is_compiled_twice
     whole = run_outcome(trained(tmp_path / "whole", *HARD, STEP).directory)
     assert counters["stats"]["unique_graphs"] == 2, "for the first micro-batch of a step, and for the last one"
     wanted = run_outcome(trained(tmp_path / "eager", *HARD).directory)
-    assert largest_difference(whole["weights"], wanted["weights"]) <= 1e-12
+    assert loops.largest_difference(whole["weights"], wanted["weights"]) <= 1e-12
     assert whole["curves"].keys() == wanted["curves"].keys()
     for tag, points in wanted["curves"].items():
         assert whole["curves"][tag] == [(step, pytest.approx(value, rel=1e-5)) for step, value in points], tag
     for name, state in wanted["state"]["optimizer"].items():
-        assert largest_difference(whole["state"]["optimizer"][name], state) <= 1e-11, name
+        assert loops.largest_difference(whole["state"]["optimizer"][name], state) <= 1e-11, name
     assert_bitwise_equal(whole["local"]["random"], wanted["local"]["random"])
 
     stopped = tmp_path / "stopped"
@@ -87,7 +79,7 @@ def test_everything_else_is_what_the_loop_computes_and_nothing_is_compiled_twice
     trained(stopped, *HARD, STEP)
     assert_bitwise_equal(run_outcome(stopped), whole)
     trained(elsewhere, *HARD)
-    assert largest_difference(run_outcome(elsewhere)["weights"], wanted["weights"]) <= 1e-12
+    assert loops.largest_difference(run_outcome(elsewhere)["weights"], wanted["weights"]) <= 1e-12
 
 
 def test_buffers_and_unused_parameters_are_those_of_the_loop(tmp_path: Path) -> None:
@@ -103,12 +95,12 @@ def test_buffers_and_unused_parameters_are_those_of_the_loop(tmp_path: Path) -> 
     def with_network(*overrides: str) -> dict[str, torch.Tensor]:
         run = build_composed_run(*SMALL, "precision=64", "optimizer.weight_decay=0.1", *overrides)
         run.workload.build_model = Unused  # type: ignore[method-assign]
-        return weights_at(train_in(tmp_path / str(len(overrides)), run).directory, STEPS)
+        return loops.weights_at(train_in(tmp_path / str(len(overrides)), run).directory, loops.STEPS)
 
     wanted, got = with_network(), with_network(STEP)
-    assert largest_difference(got, wanted) <= 1e-12
+    assert loops.largest_difference(got, wanted) <= 1e-12
     assert torch.equal(got["unused.weight"], wanted["unused.weight"]), "weight decay does not move it, either"
-    assert int(got["norm.num_batches_tracked"]) == STEPS
+    assert int(got["norm.num_batches_tracked"]) == loops.STEPS
 
 
 @pytest.mark.parametrize(
@@ -127,7 +119,7 @@ def test_an_agent_learns_what_it_learns_without_a_compiler(sees: tuple[str, ...]
     counters.clear()
     got = run_outcome(trained(tmp_path / "compiled", *agent, STEP).directory)
     assert counters["stats"]["unique_graphs"] == 1
-    assert largest_difference(got["weights"], wanted["weights"]) <= 1e-12
+    assert loops.largest_difference(got["weights"], wanted["weights"]) <= 1e-12
     assert got["curves"].keys() == wanted["curves"].keys()
     for tag in ("train/td_loss", "train/q_mean", "episode/return", "eval/return"):
         assert got["curves"][tag] == [(step, pytest.approx(value, rel=1e-5)) for step, value in wanted["curves"][tag]]
@@ -139,12 +131,14 @@ def test_a_process_of_several_computes_what_a_single_one_does(mode: str, ranks: 
     options = (f"parallel={mode}", f"parallel.processes={2 if mode == 'ensemble' else 1}")
     if mode == "ensemble":
         ranks(2).train(compose_config(*SMALL, STEP, *options), tmp_path / "several")
-        member = torch.load(tmp_path / "several" / f"checkpoints/step_{STEPS:08d}" / "rank_1.pt", weights_only=True)
+        member = torch.load(
+            tmp_path / "several" / f"checkpoints/step_{loops.STEPS:08d}" / "rank_1.pt", weights_only=True
+        )
         got = member["parallel"]["tensors"]
     else:
-        got = weights_at(trained(tmp_path / "several", *SMALL, STEP, *options).directory, STEPS)
+        got = loops.weights_at(trained(tmp_path / "several", *SMALL, STEP, *options).directory, loops.STEPS)
     single = trained(tmp_path / "single", *SMALL, STEP, f"seed={int(mode == 'ensemble')}")
-    assert_bitwise_equal(got, weights_at(single.directory, STEPS))
+    assert_bitwise_equal(got, loops.weights_at(single.directory, loops.STEPS))
 
 
 class Printing(Classifier):

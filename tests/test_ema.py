@@ -10,17 +10,8 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from helpers import plain_loop as loops
 from helpers.compose import TINY_CPU, build_composed_run, compose_config, prepare_session, train_in
-from helpers.plain_loop import (
-    OPTIMIZER_CASES,
-    PLAIN_LOOP_OVERRIDES,
-    STEPS,
-    PlainSettings,
-    largest_difference,
-    plain_evaluation,
-    plain_loop,
-    weights_at,
-)
 from helpers.rank_functions import overflow_at, sigterm_at
 from helpers.ranks import Ranks
 from helpers.runs import assert_bitwise_equal, run_outcome
@@ -42,11 +33,11 @@ def average_at(directory: Path, step: int) -> dict[str, torch.Tensor]:
 @functools.cache
 def plain_average() -> dict[str, torch.Tensor]:
     """The average in plain PyTorch: a = w after the first step, then a = decay·a + (1 − decay)·w after each step."""
-    run = build_composed_run(*TINY_CPU, *PLAIN_LOOP_OVERRIDES)
+    run = build_composed_run(*TINY_CPU, *loops.PLAIN_LOOP_OVERRIDES)
     averages: dict[int, torch.Tensor] = {}
 
     def averaged(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-        optimizer = OPTIMIZER_CASES["sgd"][1](parameters)
+        optimizer = loops.OPTIMIZER_CASES["sgd"][1](parameters)
 
         def average(*_: object) -> None:
             for number, parameter in enumerate(parameters):
@@ -56,7 +47,7 @@ def plain_average() -> dict[str, torch.Tensor]:
         optimizer.register_step_post_hook(average)
         return optimizer
 
-    names = list(plain_loop(run, averaged, PlainSettings()).weights)
+    names = list(loops.plain_loop(run, averaged, loops.PlainSettings()).weights)
     return {name: averages[number] for number, name in enumerate(names)}  # this network has no buffers
 
 
@@ -74,12 +65,12 @@ MODES = {
 def test_the_average_is_that_of_a_plain_loop_and_is_evaluated(
     processes: int, mode: tuple[str, ...], ranks: Ranks, tmp_path: Path
 ) -> None:
-    overrides = (*TINY_CPU, *PLAIN_LOOP_OVERRIDES, *OPTIMIZER_CASES["sgd"][0], *mode, EMA)
+    overrides = (*TINY_CPU, *loops.PLAIN_LOOP_OVERRIDES, *loops.OPTIMIZER_CASES["sgd"][0], *mode, EMA)
     result = ranks(processes).train(compose_config(*overrides), tmp_path)
-    average = average_at(tmp_path, STEPS)
-    assert largest_difference(average, plain_average()) <= 1e-6
-    assert largest_difference(weights_at(tmp_path, STEPS), average) > 0.01
-    loss, accuracy = plain_evaluation(build_composed_run(*TINY_CPU, *PLAIN_LOOP_OVERRIDES), average)
+    average = average_at(tmp_path, loops.STEPS)
+    assert loops.largest_difference(average, plain_average()) <= 1e-6
+    assert loops.largest_difference(loops.weights_at(tmp_path, loops.STEPS), average) > 0.01
+    loss, accuracy = loops.plain_evaluation(build_composed_run(*TINY_CPU, *loops.PLAIN_LOOP_OVERRIDES), average)
     assert result.metrics["eval/accuracy"] == accuracy
     assert result.metrics["eval/loss"] == pytest.approx(loss, rel=1e-5)
 
@@ -89,12 +80,12 @@ def test_a_skipped_update_does_not_advance_the_average(mode: str, ranks: Ranks, 
     steps = ("steps=6", "eval_every=0", "save_every=1", "keep=6")
     overrides = (*TINY_CPU, *HARD, "precision=16", EMA, f"parallel={mode}", *steps)
     ranks(1 if mode == "single" else 2).train(compose_config(*overrides), tmp_path, partial(overflow_at, 3))
-    weights = [weights_at(tmp_path, step) for step in range(1, 7)]
+    weights = [loops.weights_at(tmp_path, step) for step in range(1, 7)]
     assert_bitwise_equal(weights[2], weights[1])
     average = weights[0]
     for now in (weights[1], *weights[3:]):
         average = {name: DECAY * average[name] + (1 - DECAY) * now[name] for name in average}
-    assert largest_difference(average_at(tmp_path, 6), average) <= 1e-6
+    assert loops.largest_difference(average_at(tmp_path, 6), average) <= 1e-6
 
 
 @pytest.mark.parametrize("options", [(), ("parallel=ddp",), ("parallel=fsdp",), ("parallel=ensemble",)], ids=str)
@@ -126,21 +117,23 @@ def test_resume_is_bitwise_exact(options: tuple[str, ...], ranks: Ranks, tmp_pat
 
 
 def test_the_average_continues_when_a_run_resumes_in_another_mode(ranks: Ranks, tmp_path: Path) -> None:
-    overrides = (*TINY_CPU, *PLAIN_LOOP_OVERRIDES, *OPTIMIZER_CASES["sgd"][0], EMA)
+    overrides = (*TINY_CPU, *loops.PLAIN_LOOP_OVERRIDES, *loops.OPTIMIZER_CASES["sgd"][0], EMA)
     train_in(tmp_path, build_composed_run(*overrides), partial(sigterm_at, 4, 0))
     ranks(2).train(compose_config(*overrides, "parallel=fsdp"), tmp_path, partial(sigterm_at, 7, 0))
     ranks(2).train(compose_config(*overrides, "parallel=pipeline", "parallel.split_size=12"), tmp_path)
-    assert largest_difference(average_at(tmp_path, STEPS), plain_average()) <= 1e-6
+    assert loops.largest_difference(average_at(tmp_path, loops.STEPS), plain_average()) <= 1e-6
 
 
 def test_the_average_begins_after_resume_if_the_checkpoint_has_none(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    train_in(tmp_path, build_composed_run(*TINY_CPU, *PLAIN_LOOP_OVERRIDES), partial(sigterm_at, STEPS - 1, 0))
+    train_in(
+        tmp_path, build_composed_run(*TINY_CPU, *loops.PLAIN_LOOP_OVERRIDES), partial(sigterm_at, loops.STEPS - 1, 0)
+    )
     with caplog.at_level("INFO", logger="runner"):
-        train_in(tmp_path, build_composed_run(*TINY_CPU, *PLAIN_LOOP_OVERRIDES, EMA))
+        train_in(tmp_path, build_composed_run(*TINY_CPU, *loops.PLAIN_LOOP_OVERRIDES, EMA))
     assert "the checkpoint has no average of the weights" in caplog.text
-    assert_bitwise_equal(average_at(tmp_path, STEPS), weights_at(tmp_path, STEPS))
+    assert_bitwise_equal(average_at(tmp_path, loops.STEPS), loops.weights_at(tmp_path, loops.STEPS))
 
 
 def test_the_average_equals_that_of_torchs_averaged_model() -> None:

@@ -210,7 +210,7 @@ def _resolved(name: str, value: Any, hint: Any) -> Any:
         return _converted(found[name], hint)
     except OmegaConfBaseException as error:
         why = str(error).splitlines()[0]
-    except (ValueError, OverflowError):
+    except (ValueError, OverflowError):  # whose message may have the value
         pass
     raise ConfigError(name, value, why, f"it must be {_in_words(hint)}")
 

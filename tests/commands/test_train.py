@@ -11,17 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from helpers.command import (
-    TIMEOUT_SECONDS,
-    Command,
-    child_environment,
-    glob,
-    names_left_in,
-    process_that_runs,
-    run_command,
-    start_in_new_interpreter,
-    wait_until,
-)
+from helpers import command as cli
 from helpers.compose import TINY_CPU
 
 # Arguments, separated by two spaces, and texts that the output must contain. A line must begin with the first text,
@@ -90,11 +80,11 @@ REFUSED = {
 
 def refusal(arguments: list[str], cwd: Path, kind: str) -> str:
     """Run a command, check what every refusal has in common, and return what the command printed."""
-    code, output = run_command(*arguments, cwd=cwd, kind=kind)
+    code, output = cli.run_command(*arguments, cwd=cwd, kind=kind)
     assert code == 2, output
     assert "Traceback" not in output
     assert len(output.strip().splitlines()) <= 10, output
-    assert names_left_in(cwd) == set(), "nothing is left behind"
+    assert cli.names_left_in(cwd) == set(), "nothing is left behind"
     return output
 
 
@@ -130,7 +120,7 @@ def test_a_mistake_found_in_data_or_device_is_refused_and_leaves_no_files(line: 
 def test_a_deleted_current_directory_is_refused_without_a_traceback(tmp_path: Path) -> None:
     (tmp_path / "gone").mkdir()
     words = ["sh", "-c", 'rmdir ../gone && exec "$0" -m runner seed=1', sys.executable]
-    done = subprocess.run(words, cwd=tmp_path / "gone", env=child_environment(), capture_output=True, text=True)
+    done = subprocess.run(words, cwd=tmp_path / "gone", env=cli.child_environment(), capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("current directory: it cannot be read")
     assert len(done.stderr.splitlines()) == 2
@@ -165,14 +155,14 @@ def test_a_mistake_in_an_option_file_is_refused_without_torch(
 
 
 def test_cfg_prints_the_composed_config_without_torch_wherever_the_flag_stands(tmp_path: Path) -> None:
-    code, output = run_command(
+    code, output = cli.run_command(
         "seed=1", "--cfg", "job", "precision=16", "accumulation=4", cwd=tmp_path, kind="no-torch"
     )
     shown = yaml.safe_load(output)
     assert code == 0
     assert shown["precision"]["_target_"] == "runner.precision.Float16"
     assert (shown["accumulation"]["steps"], shown["seed"]) == (4, 1)
-    code, output = run_command(
+    code, output = cli.run_command(
         "--cfg", "job", "name=${seed}-${oc.env:SECRET}", cwd=tmp_path, kind="no-torch", SECRET="s"
     )
     assert (code, yaml.safe_load(output)["name"]) == (0, "0-s"), "as it is saved"
@@ -182,15 +172,15 @@ def test_a_closed_pipe_on_stdout_is_not_an_error(tmp_path: Path) -> None:
     """For example, with `| head`."""
     reading, writing = os.pipe()
     os.close(reading)
-    process = start_in_new_interpreter(*TINY_CPU, "steps=1", cwd=tmp_path, stdout=writing)
+    process = cli.start_in_new_interpreter(*TINY_CPU, "steps=1", cwd=tmp_path, stdout=writing)
     os.close(writing)
-    _, output = process.communicate(timeout=TIMEOUT_SECONDS)
+    _, output = process.communicate(timeout=cli.TIMEOUT_SECONDS)
     assert (process.returncode, "Broken" in output, "Traceback" in output) == (0, False, False), output
 
 
 def test_a_run_has_a_labeled_directory_with_the_composed_config(tmp_path: Path) -> None:
     words = ("precision=16", "accumulation=4", "steps=2", *TINY_CPU, "name=a b")
-    code, output = run_command(*words, cwd=tmp_path)
+    code, output = cli.run_command(*words, cwd=tmp_path)
     assert code == 0, output
     [path] = tmp_path.glob("outputs/a b/*")
     typed = ["precision='16'", "accumulation='4'", "steps=2", *TINY_CPU, "name='a b'"]
@@ -204,7 +194,7 @@ def test_a_run_has_a_labeled_directory_with_the_composed_config(tmp_path: Path) 
 
 def test_a_sweep_has_a_labeled_directory_for_each_job_and_no_other_files(tmp_path: Path) -> None:
     typed = ("-m", "precision=16,32", "name=a,b c", "output_root=y=z")
-    code, output = run_command(*TINY_CPU, "steps=1", *typed, cwd=tmp_path)
+    code, output = cli.run_command(*TINY_CPU, "steps=1", *typed, cwd=tmp_path)
     assert code == 0, output
     [sweep] = tmp_path.glob("y=z/sweeps/a/*")
     swept = [f"precision={precision},name={name}" for precision in ("16", "32") for name in ("a", "b_c")]
@@ -218,12 +208,12 @@ def test_a_sweep_has_a_labeled_directory_for_each_job_and_no_other_files(tmp_pat
     classes = [config["precision"]["_target_"].rpartition(".")[2] for config in configs]
     assert classes == ["Float16", "Float16", "Precision", "Precision"]
     assert [config["name"] for config in configs] == ["a", "b c", "a", "b c"]
-    assert names_left_in(tmp_path) == {"y=z"}
+    assert cli.names_left_in(tmp_path) == {"y=z"}
 
 
 def test_a_job_that_is_refused_or_diverges_does_not_end_the_others(tmp_path: Path) -> None:
     rates = "optimizer.weight_decay=-1,1000,0"
-    code, output = run_command(*TINY_CPU, "-m", rates, "steps=30", "log_every=5", cwd=tmp_path)
+    code, output = cli.run_command(*TINY_CPU, "-m", rates, "steps=30", "log_every=5", cwd=tmp_path)
     assert code == 2, output
     assert "optimizer.weight_decay: got -1.0" in output
     files = tmp_path.glob("outputs/sweeps/*/*/*/result.json")
@@ -234,11 +224,11 @@ def test_a_job_that_is_refused_or_diverges_does_not_end_the_others(tmp_path: Pat
 
 def test_a_job_that_is_killed_is_resumed_and_does_not_end_the_others(tmp_path: Path) -> None:
     words = (*TINY_CPU, "-m", "seed=1,2,3", "steps=60", "save_every=20", "eval_every=0", "sweep.retries=1")
-    command = Command(tmp_path, *words, STEP_GATE=f"50:{tmp_path / 'go'}")
-    wait_until(lambda: glob(tmp_path, "outputs/sweeps/*/*/000-*/checkpoints/step_????????"))
+    command = cli.Command(tmp_path, *words, STEP_GATE=f"50:{tmp_path / 'go'}")
+    cli.wait_until(lambda: cli.glob(tmp_path, "outputs/sweeps/*/*/000-*/checkpoints/step_????????"))
     [ledger] = tmp_path.glob("outputs/sweeps/*/*/sweep.json")
     [job] = tmp_path.glob("outputs/sweeps/*/*/000-*")
-    command.signal_processes(signal.SIGKILL, process_that_runs(job))
+    command.signal_processes(signal.SIGKILL, cli.process_that_runs(job))
     (tmp_path / "go").touch()
     code, output = command.wait()
     assert code == 0, output
@@ -249,7 +239,7 @@ def test_a_job_that_is_killed_is_resumed_and_does_not_end_the_others(tmp_path: P
 
 def test_secrets_in_the_overrides_of_a_sweep_are_neither_printed_nor_written(tmp_path: Path) -> None:
     secret = ("data=synthetic", "+data.token=s3cret", "seed=1,2", "steps=1")
-    code, console = run_command(*TINY_CPU, "-m", *secret, "name=https://ann:s3cret@host", cwd=tmp_path)
+    code, console = cli.run_command(*TINY_CPU, "-m", *secret, "name=https://ann:s3cret@host", cwd=tmp_path)
     assert code == 2, console  # there is no such option
     assert "***" in console
     assert "s3cret" not in console

@@ -43,10 +43,7 @@ def plain_batch_norm(num_parts: int, num_steps: int = SHORT) -> dict[str, torch.
     return plain_loop(run, lambda p: torch.optim.SGD(p, lr=0.002, momentum=0.9), settings).weights
 
 
-@pytest.mark.parametrize(
-    ("mode", "parts"),
-    [("ddp", 2), ("fsdp", 2), ("ddp parallel.sync_batch_norm=true", 1)],
-)
+@pytest.mark.parametrize(("mode", "parts"), [("ddp", 2), ("fsdp", 2), ("ddp parallel.sync_batch_norm=true", 1)])
 def test_batch_normalization_uses_a_shard_or_with_sync_the_whole_batch(
     mode: str, parts: int, ranks: Ranks, tmp_path: Path
 ) -> None:

@@ -8,17 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import plain_loop as loops
 from helpers.compose import TINY_CPU, build_composed_run, compose_config, train_in
 from helpers.events import scalar_curves
-from helpers.plain_loop import (
-    OPTIMIZER_CASES,
-    PLAIN_LOOP_OVERRIDES,
-    PlainSettings,
-    largest_difference,
-    plain_loop,
-    plain_loop_from,
-    weights_at,
-)
 from helpers.rank_functions import sigterm_at
 from helpers.ranks import Ranks
 from helpers.runs import assert_bitwise_equal, assert_checkpoint_bitwise_equal, checkpoint_tensors
@@ -74,9 +66,9 @@ def test_a_run_begun_in_one_mode_resumes_in_another(
     directory = Path(shutil.copytree(begun[first], tmp_path / "run"))
     result = train_or_resume(ranks, then, GOES_ON[then], directory)
     assert (result.status, result.steps) == ("done", STEPS)
-    assert largest_difference(weights_at(directory, STEPS), weights_at(uninterrupted, STEPS)) <= 1e-6
+    assert loops.largest_difference(loops.weights_at(directory, STEPS), loops.weights_at(uninterrupted, STEPS)) <= 1e-6
     got, wanted = momentum(directory), momentum(uninterrupted)
-    assert largest_difference(got, wanted) <= 1e-5, "momentum goes on too"
+    assert loops.largest_difference(got, wanted) <= 1e-5, "momentum goes on too"
     assert_same_curves(scalar_curves(directory), scalar_curves(uninterrupted))
 
 
@@ -119,7 +111,7 @@ def test_resume_with_the_same_number_of_processes_is_bitwise_exact(
     assert_checkpoint_bitwise_equal(tmp_path / "stopped", checkpoint_tensors(tmp_path / "whole"))
     if others:
         ranks(others).train(config, other)
-        difference = largest_difference(weights_at(other, 24), weights_at(tmp_path / "whole", 24))
+        difference = loops.largest_difference(loops.weights_at(other, 24), loops.weights_at(tmp_path / "whole", 24))
         assert 1e-6 < difference < 1, "dropped elsewhere, and no more than that"
     if others > processes:
         assert "rank 2 saved nothing in this checkpoint" in (other / "log_rank_2.txt").read_text()
@@ -143,13 +135,13 @@ CHAINS = [
 @pytest.mark.parametrize("chain", CHAINS, ids=" ".join)
 def test_a_run_resumes_in_any_mode(chain: tuple[str, ...], ranks: Ranks, tmp_path: Path) -> None:
     case, *modes = chain
-    exact = (*TINY_CPU, *PLAIN_LOOP_OVERRIDES, *OPTIMIZER_CASES[case][0], "precision=64", "accumulation=2")
+    exact = (*TINY_CPU, *loops.PLAIN_LOOP_OVERRIDES, *loops.OPTIMIZER_CASES[case][0], "precision=64", "accumulation=2")
     for step, mode in enumerate(modes, start=1):
         overrides = (*exact, *MODES[mode], f"steps={step}")
         ranks(1 if mode in ("single", "streams") else 2).train(compose_config(*overrides), tmp_path)
-    settings = PlainSettings(len(modes), torch.float64)
-    wanted = plain_loop(build_composed_run(*exact), OPTIMIZER_CASES[case][1], settings)
-    assert largest_difference(weights_at(tmp_path, len(modes)), wanted.weights) <= 1e-13
+    settings = loops.PlainSettings(len(modes), torch.float64)
+    wanted = loops.plain_loop(build_composed_run(*exact), loops.OPTIMIZER_CASES[case][1], settings)
+    assert loops.largest_difference(loops.weights_at(tmp_path, len(modes)), wanted.weights) <= 1e-13
 
 
 # Hogwild; for ensembles, see test_ensemble.py
@@ -163,16 +155,18 @@ def test_a_single_process_resumes_two_hogwild_workers(tmp_path: Path) -> None:
     train_from(tmp_path, "parallel=hogwild", "steps=16", "precision=64")  # float64, so that rounding errors are small
     plain = build_composed_run(*TINY_CPU, *COMMON, "data.crop=0")
     checkpoint = tmp_path / "checkpoints" / "step_00000016"
-    wanted = plain_loop_from(checkpoint, plain, OPTIMIZER_CASES["sgd"][1], PlainSettings(STEPS, torch.float64)).weights
+    wanted = loops.plain_loop_from(
+        checkpoint, plain, loops.OPTIMIZER_CASES["sgd"][1], loops.PlainSettings(STEPS, torch.float64)
+    ).weights
     result = train_from(tmp_path, "parallel=single", "precision=64")
     assert (result.status, result.steps) == ("done", STEPS)
-    assert largest_difference(weights_at(tmp_path, STEPS), wanted) <= 1e-12
+    assert loops.largest_difference(loops.weights_at(tmp_path, STEPS), wanted) <= 1e-12
 
 
 def test_hogwild_workers_resume_a_single_process(uninterrupted: Path, begun: dict[str, Path], tmp_path: Path) -> None:
     one, three = (Path(shutil.copytree(begun["single"], tmp_path / name)) for name in ("one", "three"))
     train_from(one, "data.crop=2", "parallel=hogwild", "parallel.processes=1")
-    assert_bitwise_equal(weights_at(one, STEPS), weights_at(uninterrupted, STEPS))
+    assert_bitwise_equal(loops.weights_at(one, STEPS), loops.weights_at(uninterrupted, STEPS))
     result = train_from(three, "data.crop=2", "parallel=hogwild", "parallel.processes=3")
     assert (result.status, result.steps) == ("done", STEPS)
     assert sum(value for _, value in scalar_curves(three)["hogwild/updates"]) == STEPS - 16

@@ -12,14 +12,7 @@ from helpers.permissions import enforced_permissions
 
 from runner.config.errors import ConfigError
 from runner.storage import files
-from runner.storage.files import (
-    UnsafeFileError,
-    check_no_link,
-    check_readable,
-    open_regular,
-    read_regular,
-    walk,
-)
+from runner.storage import files as regular_files
 
 
 def link(path: Path) -> None:
@@ -45,9 +38,9 @@ NOT_REGULAR: dict[str, Callable[[Path], None]] = {
 def test_a_regular_file_is_read_up_to_its_limit(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"12345")
-    assert read_regular(path, limit_bytes=5) == b"12345"
-    with pytest.raises(UnsafeFileError) as refused:
-        read_regular(path, limit_bytes=4)
+    assert regular_files.read_regular(path, limit_bytes=5) == b"12345"
+    with pytest.raises(regular_files.UnsafeFileError) as refused:
+        regular_files.read_regular(path, limit_bytes=4)
     assert refused.value.filename == str(path)
     assert "4 bytes" in str(refused.value)
 
@@ -57,8 +50,8 @@ def test_anything_but_a_regular_file_is_refused(kind: str, tmp_path: Path, monke
     monkeypatch.chdir(tmp_path)  # the path of a socket has at most 108 bytes
     path = Path("file")
     NOT_REGULAR[kind](path)
-    with pytest.raises(UnsafeFileError) as refused:
-        read_regular(path, limit_bytes=100)
+    with pytest.raises(regular_files.UnsafeFileError) as refused:
+        regular_files.read_regular(path, limit_bytes=100)
     assert refused.value.filename == "file"
     assert str(pickle.loads(pickle.dumps(refused.value))) == str(refused.value)  # ranks send it to each other
 
@@ -75,7 +68,7 @@ def test_a_file_that_is_replaced_between_check_and_opening_is_refused(
     free = os.dup(0)
     os.close(free)
     with pytest.raises(OSError, match="file"):
-        open_regular(path)
+        regular_files.open_regular(path)
     again = os.dup(0)
     os.close(again)
     assert again == free  # no descriptor was left open
@@ -83,27 +76,27 @@ def test_a_file_that_is_replaced_between_check_and_opening_is_refused(
 
 def test_a_missing_file_and_a_directory_are_reported_as_such(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
-        read_regular(tmp_path / "file", limit_bytes=100)
+        regular_files.read_regular(tmp_path / "file", limit_bytes=100)
     with pytest.raises(IsADirectoryError):
-        read_regular(tmp_path, limit_bytes=100)
+        regular_files.read_regular(tmp_path, limit_bytes=100)
 
 
 def test_check_no_link_refuses_links_and_files(tmp_path: Path) -> None:
     (tmp_path / "directory").mkdir()
     (tmp_path / "link").symlink_to("directory")
     (tmp_path / "file").touch()
-    check_no_link(tmp_path / "directory")
-    check_no_link(tmp_path / "missing")
+    regular_files.check_no_link(tmp_path / "directory")
+    regular_files.check_no_link(tmp_path / "missing")
     for name in ("link", "file"):
-        with pytest.raises(UnsafeFileError):
-            check_no_link(tmp_path / name)
+        with pytest.raises(regular_files.UnsafeFileError):
+            regular_files.check_no_link(tmp_path / name)
 
 
 def test_walk_stops_after_fifty_levels(tmp_path: Path) -> None:
     deep = tmp_path.joinpath(*["d"] * 50)
     (deep / "d" / "d").mkdir(parents=True)
     (deep / "file").touch()
-    assert [files for _, _, files in walk(tmp_path)] == [[]] * 50 + [["file"]]
+    assert [files for _, _, files in regular_files.walk(tmp_path)] == [[]] * 50 + [["file"]]
 
 
 def test_paths_that_cannot_be_looked_up_are_refused_by_key(tmp_path: Path) -> None:
@@ -113,13 +106,13 @@ def test_paths_that_cannot_be_looked_up_are_refused_by_key(tmp_path: Path) -> No
     with enforced_permissions(tmp_path / "secret", 0) as secret:
         for path in (secret, *paths):
             with pytest.raises(ConfigError) as refused:
-                check_readable("PATH", path)
+                regular_files.check_readable("PATH", path)
             assert (refused.value.key, refused.value.got) == ("PATH", str(path))
             assert "Permission denied" in refused.value.why
     with pytest.raises(ConfigError, match="name too long"):
-        check_readable("PATH", tmp_path / ("x" * 300))
+        regular_files.check_readable("PATH", tmp_path / ("x" * 300))
     for path in (tmp_path, tmp_path / "secret" / "file" / "below", tmp_path / "null\0", *paths):
-        check_readable("PATH", path)
+        regular_files.check_readable("PATH", path)
 
 
 @pytest.mark.parametrize("call", ["fsync", "replace"])

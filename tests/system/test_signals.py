@@ -20,15 +20,7 @@ import pytest
 import safetensors.torch
 import torch
 import yaml
-from helpers.command import (
-    TIMEOUT_SECONDS,
-    Command,
-    child_environment,
-    run_command,
-    run_program,
-    start_in_new_interpreter,
-    wait_until,
-)
+from helpers import command as cli
 from helpers.compose import TINY_CPU
 
 from runner.storage.checkpoint import load
@@ -54,7 +46,7 @@ def test_a_signal_is_received_and_announced_and_ctrl_c_then_interrupts(
 @pytest.mark.parametrize("place", ["exec", "destructor"])
 @pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 75)])
 def test_a_command_that_is_stopped_inside_exec_or_a_destructor_cleans_up(place: str, name: str, code: int) -> None:
-    ended = run_program("signal_itself", place, name)
+    ended = cli.run_program("signal_itself", place, name)
     assert (ended.returncode, ended.stdout) == (code, "cleaned up\n"), ended.stderr
     assert "Traceback" not in ended.stderr
 
@@ -175,7 +167,7 @@ def verified_outcome(run: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     cwd = tmp_path_factory.mktemp("uninterrupted")
-    code, output = run_command(*TRAINING, cwd=cwd)
+    code, output = cli.run_command(*TRAINING, cwd=cwd)
     assert code == 0, output
     return verified_outcome(next(cwd.glob("outputs/*/*")))
 
@@ -185,7 +177,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_resume_after_a_signal_is_bitwise_exact(
     number: signal.Signals, uninterrupted: dict[str, Any], tmp_path: Path
 ) -> None:
-    command = Command(tmp_path, *TRAINING, **WAIT_FOR_SIGNAL).wait_for_checkpoint()
+    command = cli.Command(tmp_path, *TRAINING, **WAIT_FOR_SIGNAL).wait_for_checkpoint()
     command.signal_processes(number)
     code, output = command.wait_for_all_processes()
     assert code == 75, output
@@ -201,7 +193,7 @@ def test_resume_after_a_signal_is_bitwise_exact(
     # Resume with the command that the run itself has printed.
     typed = re.search(r"^resume: python -m runner (.*)$", output, re.MULTILINE)
     assert typed
-    code, output = run_command(*shlex.split(typed[1]), cwd=tmp_path)
+    code, output = cli.run_command(*shlex.split(typed[1]), cwd=tmp_path)
     assert code == 0, output
     finished = verified_outcome(run)
     assert finished["result"]["status"] == "done"
@@ -217,16 +209,16 @@ SLOW_STEP = ("model=resnet18", "device=cpu", "device.threads=1", "batch_size=102
 
 
 def test_the_second_ctrl_c_exits_without_finishing_the_step(tmp_path: Path) -> None:
-    command = Command(tmp_path, *SLOW_STEP)
-    wait_until(
+    command = cli.Command(tmp_path, *SLOW_STEP)
+    cli.wait_until(
         lambda: command.command_exit_code is not None or "directory " in command.log
     )  # it handles signals by now
     used = psutil.Process(command.pid).cpu_times().user
-    wait_until(
+    cli.wait_until(
         lambda: command.command_exit_code is not None or psutil.Process(command.pid).cpu_times().user > used + 1
     )  # in the step
     command.signal_processes(signal.SIGINT)
-    wait_until(lambda: "SIGINT: " in command.console)
+    cli.wait_until(lambda: "SIGINT: " in command.console)
     assert command.command_exit_code is None, "still in the step"
     command.signal_processes(signal.SIGINT)
     code, output = command.wait_for_all_processes()
@@ -238,7 +230,7 @@ def test_the_second_ctrl_c_exits_without_finishing_the_step(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_a_sweep(number: signal.Signals, tmp_path: Path) -> None:
-    command = Command(tmp_path, *TRAINING, "-m", "seed=1,2", **WAIT_FOR_SIGNAL).wait_for_checkpoint()
+    command = cli.Command(tmp_path, *TRAINING, "-m", "seed=1,2", **WAIT_FOR_SIGNAL).wait_for_checkpoint()
     command.signal_processes(number)
     code, output = command.wait_for_all_processes()
     assert code == 75, output
@@ -247,7 +239,7 @@ def test_a_signal_ends_a_sweep(number: signal.Signals, tmp_path: Path) -> None:
     assert {verified_outcome(path.parent)["result"]["status"] for path in begun} == {"stopped"}
     assert "type the same command with resume=auto to continue" in output
 
-    code, output = run_command(*TRAINING, "-m", "seed=1,2", "resume=auto", cwd=tmp_path, kind="ranks")
+    code, output = cli.run_command(*TRAINING, "-m", "seed=1,2", "resume=auto", cwd=tmp_path, kind="ranks")
     assert code == 0, output
     runs = sorted(tmp_path.glob("outputs/sweeps/*/*/0*"))
     assert [verified_outcome(run)["result"]["status"] for run in runs] == ["done"] * 2
@@ -263,9 +255,9 @@ def has_stop_handlers(pid: int) -> bool:
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGHUP, 75), (signal.SIGINT, 130)])
 def test_a_signal_during_the_imports_ends_the_command(number: signal.Signals, code: int, tmp_path: Path) -> None:
-    warn = child_environment(PYTHONWARNINGS="default")  # a file that is being read may remain unclosed
-    process = start_in_new_interpreter(*TINY_CPU, cwd=tmp_path, env=warn)
-    wait_until(lambda: has_stop_handlers(process.pid))
+    warn = cli.child_environment(PYTHONWARNINGS="default")  # a file that is being read may remain unclosed
+    process = cli.start_in_new_interpreter(*TINY_CPU, cwd=tmp_path, env=warn)
+    cli.wait_until(lambda: has_stop_handlers(process.pid))
     process.send_signal(number)
     out, err = process.communicate()
     assert (process.returncode, out) == (code, "")
@@ -279,7 +271,7 @@ def test_a_closed_terminal_stops_the_run(tmp_path: Path) -> None:
     ours, terminal = pty.openpty()
     own = partial(fcntl.ioctl, terminal, termios.TIOCSCTTY, 0)
     streams = dict.fromkeys(("stdin", "stdout", "stderr"), terminal)
-    process = start_in_new_interpreter(
+    process = cli.start_in_new_interpreter(
         *TRAINING, "steps=1000000", cwd=tmp_path, **streams, start_new_session=True, preexec_fn=own
     )
     os.close(terminal)
@@ -290,9 +282,9 @@ def test_a_closed_terminal_stops_the_run(tmp_path: Path) -> None:
             os.read(ours, 65536)  # otherwise, its buffer would fill up
         return bool(list(tmp_path.glob("outputs/*/*/checkpoints/step_*"))) or process.poll() is not None
 
-    wait_until(saved)
+    cli.wait_until(saved)
     os.close(ours)
-    assert process.wait(TIMEOUT_SECONDS) == 75
+    assert process.wait(cli.TIMEOUT_SECONDS) == 75
     [run] = tmp_path.glob("outputs/*/*")
     assert verified_outcome(run)["result"]["status"] == "stopped"
     assert "SIGHUP" in (run / "log.txt").read_text()
@@ -314,8 +306,8 @@ def test_a_signal_before_the_first_step_ends_the_command_at_once(
     git.write_text(f"#!/bin/sh\ntouch '{started}'\nexec sleep 60\n")
     git.chmod(0o755)
     path = f"{git.parent}:{os.environ['PATH']}"
-    command = Command(tmp_path / "run", *TINY_CPU, *words, PATH=path)
-    wait_until(lambda: command.command_exit_code is not None or started.exists())
+    command = cli.Command(tmp_path / "run", *TINY_CPU, *words, PATH=path)
+    cli.wait_until(lambda: command.command_exit_code is not None or started.exists())
     command.signal_processes(number)
     code, output = command.wait_for_all_processes()
     assert code == expected, output

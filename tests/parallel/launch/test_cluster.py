@@ -50,10 +50,7 @@ TORCHRUN_INFO, SLURM_INFO = RankInfo(5, 8, 1, 4, "gpu07", 29500), RankInfo(5, 7,
     *(({name: TORCHRUN[name] for name in TORCHRUN if name != missing}, None) for missing in TORCHRUN),
     (SLURM, SLURM_INFO),
     (SLURM | TORCHRUN, TORCHRUN_INFO),  # torchrun within srun takes precedence
-    (
-        SLURM | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "4321"},
-        SLURM_INFO._replace(host="10.0.0.1", port=4321),
-    ),
+    (SLURM | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "4321"}, SLURM_INFO._replace(host="10.0.0.1", port=4321)),
     # `sbatch --ntasks=7` sets SLURM_NTASKS=7 in the batch script, but runs it once: srun starts the tasks.
     ({"SLURM_JOB_ID": "1", "SLURM_NTASKS": "7", "SLURM_PROCID": "0"}, None),
     (SLURM | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, None),  # `srun --pty bash` starts a single task,

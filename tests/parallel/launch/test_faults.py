@@ -12,13 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import command as cli
 from helpers import rank_functions, runs
-from helpers.command import (
-    Command,
-    processes_in,
-    run_successfully,
-    wait_until,
-)
 from helpers.compose import build_composed_run
 
 from runner.api import run_job
@@ -48,11 +43,11 @@ STOPPED = "did not reach the collective that the others waited in: it is stopped
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
     """The final step, weights and optimizer state of an undisturbed run."""
     cwd = tmp_path_factory.mktemp("undisturbed")
-    run_successfully(cwd, *LONG)
+    cli.run_successfully(cwd, *LONG)
     return runs.checkpoint_tensors(next(cwd.glob("outputs/*/*")))
 
 
-def assert_crashed(command: Command, rank: int, what: str) -> None:
+def assert_crashed(command: cli.Command, rank: int, what: str) -> None:
     """Fail unless a command ends with exit code 1, and reports the failure `what` of `rank` exactly once."""
     code, console = command.wait_for_all_processes()
     assert code == 1, console
@@ -98,12 +93,12 @@ def test_resume_after_killed_ranks_and_signals_is_bitwise_exact(
 ) -> None:
     arguments, done = list(LONG), 0
     for rank, number, moment in SESSIONS:
-        command = Command(tmp_path, *arguments, *(SLOW_SAVING if moment == "saving" else SLOW_EVALUATIONS))
+        command = cli.Command(tmp_path, *arguments, *(SLOW_SAVING if moment == "saving" else SLOW_EVALUATIONS))
         ranks = command.wait_for_rank_pids()
         if number == signal.SIGKILL and moment != "start":
             command.wait_for_checkpoint(done + 1)
         elif number != signal.SIGKILL and done:
-            wait_until(partial(resumed, command, done))
+            cli.wait_until(partial(resumed, command, done))
         command.signal_processes(number, *([] if rank is None else [ranks[rank]]))
         if number == signal.SIGKILL:
             assert_crashed(command, rank, KILLED)
@@ -114,12 +109,12 @@ def test_resume_after_killed_ranks_and_signals_is_bitwise_exact(
         before, done = done, int(runs.newest_checkpoint(command.single_run_directory).name[5:])
         assert before <= done < STEPS
         assert before < done or (number, moment) == (signal.SIGKILL, "start")
-    run_successfully(tmp_path, *arguments, "eval_every=60", "workload.eval_batch_size=256")
+    cli.run_successfully(tmp_path, *arguments, "eval_every=60", "workload.eval_batch_size=256")
     runs.assert_checkpoint_bitwise_equal(command.single_run_directory, undisturbed)
     assert not list(command.single_run_directory.glob("checkpoints/*.corrupt*"))
 
 
-def assert_stopped(command: Command, received: str) -> None:
+def assert_stopped(command: cli.Command, received: str) -> None:
     """Fail unless a command stops after saving; `received` is its signal, empty if one of its ranks received it."""
     code, console = command.wait_for_all_processes()
     assert code == 75, console
@@ -130,7 +125,7 @@ def assert_stopped(command: Command, received: str) -> None:
     assert f"stopped after step {step}/{STEPS}" in console, "where all agreed to"
 
 
-def resumed(command: Command, step: int) -> bool:
+def resumed(command: cli.Command, step: int) -> bool:
     return f"resumed after step {step}" in command.log
 
 
@@ -142,16 +137,16 @@ def resumed(command: Command, step: int) -> bool:
     ids=str,
 )
 def test_a_killed_rank_ends_the_run(options: tuple[str, ...], rank: int, tmp_path: Path) -> None:
-    command = Command(tmp_path, *LONG, *options)
+    command = cli.Command(tmp_path, *LONG, *options)
     command.wait_for_checkpoint().signal_processes(signal.SIGKILL, command.wait_for_rank_pids()[rank])
     assert_crashed(command, rank, KILLED)
 
 
 def test_all_ranks_restart_from_the_last_checkpoint(tmp_path: Path, undisturbed: dict[str, torch.Tensor]) -> None:
-    command = Command(tmp_path, *LONG, "parallel.max_restarts=2")
+    command = cli.Command(tmp_path, *LONG, "parallel.max_restarts=2")
     command.wait_for_checkpoint().signal_processes(signal.SIGKILL, command.wait_for_rank_pids()[1])
     again = command.wait_for_rank_pids(2)
-    wait_until(lambda: "resumed after step" in command.log)
+    cli.wait_until(lambda: "resumed after step" in command.log)
     command.signal_processes(signal.SIGKILL, again[0])
     code, console = command.wait_for_all_processes()
     assert code == 0, console
@@ -173,30 +168,30 @@ BROKEN = [
 
 
 @pytest.fixture(scope="module")
-def paused(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[dict[str, Command], float]]:
+def paused(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[dict[str, cli.Command], float]]:
     """For each mode, a command all of whose processes are stopped; and when this has been longer than the timeout."""
     options = ("steps=1000000", f"parallel.timeout={TIMEOUT}")
-    begun = {mode: Command(tmp_path_factory.mktemp(mode), *LONG, *options, f"parallel={mode}") for mode in PAUSED}
+    begun = {mode: cli.Command(tmp_path_factory.mktemp(mode), *LONG, *options, f"parallel={mode}") for mode in PAUSED}
     for command in begun.values():
         command.wait_for_checkpoint()
         addresses = runs.listening_addresses(command.cwd)  # of the store and gloo, which take connections of anybody
-        command.signal_processes(signal.SIGSTOP, *processes_in(command.cwd))
+        command.signal_processes(signal.SIGSTOP, *cli.processes_in(command.cwd))
         assert {address for address, _ in addresses} == {"0100007F"}, "only the loopback interface"
     yield begun, time.monotonic() + TIMEOUT + 4
     for command in begun.values():
-        if left := processes_in(command.cwd):
+        if left := cli.processes_in(command.cwd):
             command.signal_processes(signal.SIGKILL, *left)
 
 
 @pytest.fixture(scope="module")
-def broken(tmp_path_factory: pytest.TempPathFactory, paused: object) -> dict[tuple[str, int, str], Command]:
+def broken(tmp_path_factory: pytest.TempPathFactory, paused: object) -> dict[tuple[str, int, str], cli.Command]:
     """A command for each case in `BROKEN`; with the commands of `paused`, so that all timeouts run at the same time."""
     commands = {}
     for mode, rank, how in BROKEN:
         cwd = tmp_path_factory.mktemp(f"{mode}-{rank}")
         if how == "hangs":
             (cwd / f"rank_{rank}_hangs").touch()
-        command = Command(cwd, *LONG, "steps=100000", f"parallel={mode}", f"parallel.timeout={TIMEOUT}")
+        command = cli.Command(cwd, *LONG, "steps=100000", f"parallel={mode}", f"parallel.timeout={TIMEOUT}")
         pid = command.wait_for_rank_pids()[rank]  # one after another, so that each start has all cores
         if how == "stops":
             command.wait_for_checkpoint()
@@ -208,7 +203,7 @@ def broken(tmp_path_factory: pytest.TempPathFactory, paused: object) -> dict[tup
 
 @pytest.mark.parametrize(("mode", "rank", "how"), BROKEN)
 def test_the_error_names_the_rank_that_stops_or_hangs(
-    mode: str, rank: int, how: str, broken: dict[tuple[str, int, str], Command]
+    mode: str, rank: int, how: str, broken: dict[tuple[str, int, str], cli.Command]
 ) -> None:
     command, what = broken[mode, rank, how], f"{STOPPED}{TIMEOUT})"
     assert_crashed(command, rank, what)
@@ -217,14 +212,14 @@ def test_the_error_names_the_rank_that_stops_or_hangs(
 
 @pytest.mark.parametrize("mode", PAUSED)
 def test_a_run_goes_on_after_all_its_processes_were_suspended(
-    mode: str, paused: tuple[dict[str, Command], float]
+    mode: str, paused: tuple[dict[str, cli.Command], float]
 ) -> None:
     command, until = paused[0][mode], paused[1]
     before = int(runs.newest_checkpoint(command.single_run_directory).name[5:])
     time.sleep(max(0, until - time.monotonic()))
-    command.signal_processes(signal.SIGCONT, *processes_in(command.cwd))
+    command.signal_processes(signal.SIGCONT, *cli.processes_in(command.cwd))
     command.wait_for_checkpoint(before + 50)
-    command.signal_processes(signal.SIGKILL, *processes_in(command.cwd))  # its ranks keep the machine busy
+    command.signal_processes(signal.SIGKILL, *cli.processes_in(command.cwd))  # its ranks keep the machine busy
 
 
 Work = Callable[..., Any]

@@ -16,16 +16,8 @@ from models.resnet import ResNet
 from runner.config.errors import ConfigError
 from runner.model.base import without_memory
 from runner.parallel.pipelining import partition
+from runner.parallel.pipelining import partition as partitioning
 from runner.parallel.pipelining.engines import StreamEngine, clock
-from runner.parallel.pipelining.partition import (
-    Partition,
-    StageModule,
-    balanced,
-    blocks_of,
-    keep_only,
-    positions_of,
-    profile_blocks,
-)
 from runner.parallel.pipelining.timeline import Timeline
 from runner.precision import BFloat16, Precision
 
@@ -37,7 +29,7 @@ NAMES = ["stem", "layer1.0", "layer1.1", "layer2.0", "layer2.1", "head"]
     [(["layer2.0"], [3]), (["layer2"], [3]), (["layer1", "layer2.1"], [1, 4]), (["layer1.1", "head"], [2, 5])],
 )
 def test_a_cut_is_the_name_of_a_block_or_layer(asked: list[str], found: list[int]) -> None:
-    assert positions_of(asked, NAMES) == found
+    assert partitioning.positions_of(asked, NAMES) == found
 
 
 @pytest.mark.cases(
@@ -48,7 +40,7 @@ def test_a_cut_is_the_name_of_a_block_or_layer(asked: list[str], found: list[int
 )
 def test_invalid_cuts_are_refused(asked: list[str], remedy: str) -> None:
     with pytest.raises(ConfigError) as refusal:
-        positions_of(asked, NAMES)
+        partitioning.positions_of(asked, NAMES)
     assert refusal.value.key == "parallel.cuts"
     assert refusal.value.got in (asked[0], asked)
     assert remedy in refusal.value.remedy
@@ -64,12 +56,12 @@ def test_balanced_minimizes_the_time_of_the_slowest_stage(num_stages: int) -> No
     draw = random.Random(0)
     for _ in range(20):
         seconds = [draw.random() ** 3 for _ in range(draw.randint(num_stages, 9))]
-        found = balanced(seconds, num_stages)
+        found = partitioning.balanced(seconds, num_stages)
         best = min(slowest(seconds, cut) for cut in itertools.combinations(range(1, len(seconds)), num_stages - 1))
         assert slowest(seconds, found) == pytest.approx(best)
         assert len(found) == num_stages - 1
         assert found == sorted(set(found))
-    assert balanced([9, 1, 1, 1, 1], 3) == [1, 3], "even stages among equally fast partitions"
+    assert partitioning.balanced([9, 1, 1, 1, 1], 3) == [1, 3], "even stages among equally fast partitions"
 
 
 def test_the_checks_allocate_no_weights() -> None:
@@ -77,14 +69,14 @@ def test_the_checks_allocate_no_weights() -> None:
     run.workload.prepare()
     assert all(parameter.is_meta for parameter in without_memory(run.workload.build_model).parameters())
     with pytest.raises(ConfigError) as refusal:
-        Partition(stages=19).check_partition(run.workload, 19)
+        partitioning.Partition(stages=19).check_partition(run.workload, 19)
     assert (refusal.value.key, refusal.value.got) == ("parallel.stages", 19)
     assert refusal.value.remedy == "at most parallel.stages=18"
 
 
 def test_a_network_that_lists_no_blocks_is_refused() -> None:
     with pytest.raises(ConfigError) as refusal:
-        blocks_of(torch.nn.Linear(1, 1))
+        partitioning.blocks_of(torch.nn.Linear(1, 1))
     assert (refusal.value.key, refusal.value.got) == ("model", "Linear")
 
 
@@ -119,7 +111,7 @@ def test_the_time_of_each_block_is_measured(frozen: tuple[str, ...], monkeypatch
     network = SlowNetwork({"a": Slow(0.01), "b": Slow(0.03), "c": Slow(0.01)})
     for name in frozen:
         network.get_submodule(name).requires_grad_(False)
-    profiles = profile_blocks(network, torch.zeros(2, 3), context(Precision()), timed=True)
+    profiles = partitioning.profile_blocks(network, torch.zeros(2, 3), context(Precision()), timed=True)
     assert [profile.name for profile in profiles] == ["a", "b", "c"]
     assert [profile.seconds for profile in profiles] == pytest.approx([0.01, 0.03, 0.01])
     assert all(parameter.grad is None for parameter in network.parameters()), "copies were run"
@@ -131,7 +123,9 @@ def test_shapes_and_dtypes_are_found_and_the_network_is_unchanged(timed: bool) -
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     precision = BFloat16()
     precision.prepare(torch.device("cpu"))
-    profiles = profile_blocks(model, torch.zeros(5, 1, 8, 8), context(precision, channels_last=True), timed)
+    profiles = partitioning.profile_blocks(
+        model, torch.zeros(5, 1, 8, 8), context(precision, channels_last=True), timed
+    )
     assert [profile.shape for profile in profiles] == [(4, 4, 4), (8, 2, 2), (50,), (10,)]
     assert {profile.dtype for profile in profiles} == {torch.bfloat16}
     assert all((profile.seconds > 0) is timed for profile in profiles)
@@ -147,7 +141,7 @@ def test_activations_and_gradients_are_sent_as_contiguous_tensors(channels_last:
     layout = torch.channels_last if channels_last else torch.contiguous_format
     convolutions = [nn.Conv2d(4, 4, 3, padding=1).to(memory_format=layout) for _ in range(2)]  # type: ignore[call-overload]
     first, second = (
-        StageModule([block], received, sent, channels_last, nullcontext)
+        partitioning.StageModule([block], received, sent, channels_last, nullcontext)
         for block, received, sent in zip(convolutions, (False, True), (True, False), strict=True)
     )
     images = torch.randn(2, 4, 6, 5).to(memory_format=layout)
@@ -174,7 +168,7 @@ def test_every_tensor_belongs_to_one_stage() -> None:
     model = ResNet(18, num_classes=5)
     model.register_parameter("conv1_extra", nn.Parameter(torch.zeros(())))  # in no block: it belongs to the first stage
     blocks = [block for _, block in model.blocks()]
-    owner = Partition().stage_of_each_tensor(model, [blocks[:3], blocks[3:]])
+    owner = partitioning.Partition().stage_of_each_tensor(model, [blocks[:3], blocks[3:]])
     assert owner.keys() == {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
     assert {name for name, number in owner.items() if number == 0} == {
         name for name in owner if name.startswith(("conv1", "bn1.", "layer1."))
@@ -185,15 +179,15 @@ def test_shared_weights_are_refused() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     model[1].weight = model[0].weight
     with pytest.raises(ConfigError, match=r"stages 0 and 1 share 0\.weight"):
-        Partition().stage_of_each_tensor(model, [[model[0]], [model[1]]])
+        partitioning.Partition().stage_of_each_tensor(model, [[model[0]], [model[1]]])
 
 
 def test_tied_weights_within_a_stage_stay_tied() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
     model[1].weight = model[0].weight
     expected = model[1](model[0](torch.ones(1, 2)))
-    owner = Partition().stage_of_each_tensor(model, [[model[0], model[1]], [model[2]]])
-    keep_only(model, {name for name, number in owner.items() if number == 0})
+    owner = partitioning.Partition().stage_of_each_tensor(model, [[model[0], model[1]], [model[2]]])
+    partitioning.keep_only(model, {name for name, number in owner.items() if number == 0})
     assert torch.equal(model[1](model[0](torch.ones(1, 2))), expected)
     assert model[1].weight is model[0].weight
     assert model[2].weight is None
@@ -206,10 +200,10 @@ def test_each_stage_has_a_different_micro_batch_in_each_clock_cycle() -> None:
     assert list(clock(3, 2)) == [(0, 0), (1, 0), (0, 1), (2, 0), (1, 1), (2, 1)]
 
 
-def stages() -> list[StageModule]:
+def stages() -> list[partitioning.StageModule]:
     torch.manual_seed(0)
     blocks = [nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)]
-    return [StageModule([block], False, False, False, nullcontext) for block in blocks]
+    return [partitioning.StageModule([block], False, False, False, nullcontext) for block in blocks]
 
 
 def test_the_recording_has_every_computation() -> None:

@@ -37,12 +37,7 @@ def refusal(*overrides: str) -> ConfigError:
     ("parallel.stages=4 parallel.processes=2", "stages", 4, "parallel.processes=auto"),
     ("parallel.stages=4 parallel.processes=50", "stages", 4, "parallel.processes=auto"),
     ("parallel.processes=50", "processes", 50, "parallel.processes=4"),
-    (
-        "parallel.schedule=zero_bubble parallel.stages=3 parallel.processes=2",
-        "stages",
-        3,
-        "parallel.processes=auto",
-    ),
+    ("parallel.schedule=zero_bubble parallel.stages=3 parallel.processes=2", "stages", 3, "parallel.processes=auto"),
     ("parallel.schedule=interleaved_1f1b parallel.processes=3", "processes", 3, "parallel.processes=2"),
     ("parallel.schedule=2f2b", "schedule", "2f2b", "1f1b"),
     ("parallel.split_size=12", "split_size", 12, "split_size=8 or parallel.split_size=16"),
