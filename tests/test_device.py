@@ -5,6 +5,7 @@ import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from unittest import mock
 
 import pytest
 import torch
@@ -110,11 +111,8 @@ def test_settings_apply_during_the_run_and_are_restored(deterministic: bool, mon
 
 @pytest.mark.parametrize("message", ["CUDA error: all CUDA-capable devices are busy or unavailable", "out of memory"])
 def test_a_device_that_another_process_has_is_refused(message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object, **__: object) -> None:
-        raise RuntimeError(f"{message}\nsee there")
-
     monkeypatch.setattr(torch.accelerator, "device_index", lambda index: nullcontext())
-    monkeypatch.setattr(torch, "zeros", fail)
+    monkeypatch.setattr(torch, "zeros", mock.Mock(side_effect=RuntimeError(f"{message}\nsee there")))
     before = switches()
     with (
         pytest.raises(ConfigError, match=f"its first use failed: {message}\n") as refused,

@@ -11,6 +11,7 @@ import shlex
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from helpers.compose import TINY_CPU
@@ -67,10 +68,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def crashed(cwd: Path, *arguments: str) -> str:
     """Run the command so that it crashes in its third step, and return the console output."""
 
-    def fail(_: Path) -> None:
-        raise RuntimeError("the power of the device is gone")
-
-    with disturbed_at(3, fail):
+    with disturbed_at(3, mock.Mock(side_effect=RuntimeError("the power of the device is gone"))):
         code, console = run_in_this_process([*OPTIONS, *arguments], cwd)
     assert code == 1, console
     return console

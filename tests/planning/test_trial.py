@@ -3,6 +3,7 @@
 import signal
 from multiprocessing import Pipe
 from pathlib import Path
+from unittest import mock
 
 import psutil
 import pytest
@@ -73,10 +74,7 @@ def test_a_trial_ends_with_the_process_that_started_it_or_if_it_takes_too_long()
 
 
 def test_an_error_without_a_message_is_sent_with_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object, **__: object) -> None:
-        raise MemoryError
-
-    monkeypatch.setattr(training, "train_step", fail)
+    monkeypatch.setattr(training, "train_step", mock.Mock(side_effect=MemoryError))
     received, sent = Pipe()
     with pytest.raises(MemoryError):
         module._train_rank(compose_config(*TINY_CPU), tmp_path, sent, Collectives([torch.device("cpu")]))

@@ -8,6 +8,7 @@ import shutil
 from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Any
+from unittest import mock
 
 import pytest
 from helpers.compose import TINY_CPU, build_composed_run, compose_config, prepare_session
@@ -153,10 +154,7 @@ def test_a_stop_while_the_first_files_are_written_undoes_all_changes(
     source = claim(tmp_path) if resumed else "never"
     before = content_of(tmp_path)
 
-    def stopped() -> None:
-        raise SystemExit(75)  # as the handler of a signal does
-
-    monkeypatch.setattr(runner.resume.starting_point, "environment", stopped)
+    monkeypatch.setattr(runner.resume.starting_point, "environment", mock.Mock(side_effect=SystemExit(75)))
     with pytest.raises(SystemExit):
         claim(tmp_path, "optimizer.lr=0.3", f"resume={source}")
     assert content_of(tmp_path) == before
@@ -270,10 +268,7 @@ def test_a_named_directory_that_cannot_be_read_or_renamed_is_refused(bits: int, 
 def test_a_file_system_without_locks_is_refused_and_no_directory_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def unsupported(*_: object) -> None:
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-    monkeypatch.setattr(fcntl, "flock", unsupported)
+    monkeypatch.setattr(fcntl, "flock", mock.Mock(side_effect=OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))))
     error = refusal(tmp_path)
     assert error.key == "output_root"
     assert "No locks available" in error.why

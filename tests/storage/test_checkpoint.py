@@ -13,6 +13,7 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import safetensors.torch
@@ -157,10 +158,7 @@ def test_a_file_without_read_permission_is_not_damage(two: Checkpoints, monkeypa
 
 @pytest.mark.parametrize("read", ["safetensors.torch.load_file", "torch.load"])
 def test_too_little_memory_is_not_damage(two: Checkpoints, monkeypatch: pytest.MonkeyPatch, read: str) -> None:
-    def too_large(*_: object, **__: object) -> None:
-        raise MemoryError
-
-    monkeypatch.setattr(read, too_large)
+    monkeypatch.setattr(read, mock.Mock(side_effect=MemoryError))
     with pytest.raises(MemoryError):
         two.latest()
     assert saved_steps(two.root) == [1, 2], "nothing was set aside"
@@ -310,12 +308,9 @@ def test_a_checkpoint_is_readable_without_this_project(trained: Callable[..., Tr
 
 
 def test_a_failed_write_leaves_the_earlier_checkpoints(two: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object, **__: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     for owner, name in ((torch, "save"), (safetensors.torch, "save_file"), (os, "fsync"), (Path, "mkdir")):
         with monkeypatch.context() as patched:
-            patched.setattr(owner, name, full)
+            patched.setattr(owner, name, mock.Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
             with pytest.raises(StorageError) as caught:
                 save_and_wait(two, checkpoint(3))
         assert caught.value.why == "No space left on device"

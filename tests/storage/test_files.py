@@ -6,6 +6,7 @@ import pickle
 import socket
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from helpers.permissions import enforced_permissions
@@ -120,11 +121,8 @@ def test_a_failure_leaves_the_old_content(call: str, tmp_path: Path, monkeypatch
     path = tmp_path / "a"
     files.write_text(path, "größe")
 
-    def fail(*_: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     with monkeypatch.context() as patched:
-        patched.setattr(os, call, fail)
+        patched.setattr(os, call, mock.Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
         with pytest.raises(OSError, match="No space"):
             files.write_text(path, "2")
     assert path.read_text(encoding="utf-8") == "größe"

@@ -3,7 +3,7 @@
 import os
 import threading
 from pathlib import Path
-from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -58,10 +58,7 @@ def test_a_resumed_run_shares_the_parts_of_the_checkpoint_that_it_has_loaded(tmp
 
 
 def test_without_hard_links_parts_are_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any) -> None:
-        raise PermissionError("this file system has none")
-
-    monkeypatch.setattr(os, "link", refuse)
+    monkeypatch.setattr(os, "link", mock.Mock(side_effect=PermissionError("this file system has none")))
     checkpoints = Checkpoints(tmp_path, keep=2)
     for step, names in ((1, "ab"), (2, "abc")):
         assert_whole(load(save_and_wait(checkpoints, checkpoint(step, names))))
@@ -102,11 +99,8 @@ def test_a_damaged_part_is_found_and_the_previous_checkpoint_is_loaded(damage: s
 
 
 def test_the_training_does_not_wait_for_parts_that_cannot_be_written(tmp_path: Path) -> None:
-    def fail(file: Any) -> None:
-        raise OSError(28, "No space left on device")
-
     failing = checkpoint(1, "ab")
-    failing.parts["b"] = Part(fail)
+    failing.parts["b"] = Part(mock.Mock(side_effect=OSError(28, "No space left on device")))
     checkpoints = Checkpoints(tmp_path, keep=1)
     checkpoints.save(failing)
     assert failing.parts["b"].written.wait(60)

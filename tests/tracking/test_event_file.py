@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -39,14 +40,11 @@ def test_sessions_are_read_in_order_even_if_the_clock_is_set_back(
 def test_an_added_event_can_be_read_at_once_and_a_disk_that_fails_raises_a_storage_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(_: int) -> None:
-        raise OSError(errno.EIO, "Input/output error")
-
     file = EventFile(tmp_path, 1)
     file.add(scalar("a", 3.0), 2)
     assert scalar_curves(tmp_path)["a"] == [(2, 3.0)]
     with monkeypatch.context() as patched:
-        patched.setattr(os, "fsync", fail)
+        patched.setattr(os, "fsync", mock.Mock(side_effect=OSError(errno.EIO, "Input/output error")))
         with pytest.raises(StorageError, match="Input/output error"):
             file.sync()
     os.dup2(os.open("/dev/full", os.O_WRONLY), file._file.fileno())

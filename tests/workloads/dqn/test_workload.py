@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest import mock
 
 import gymnasium
 import numpy as np
@@ -404,14 +405,11 @@ def test_a_config_that_cannot_run_is_refused(typed: str) -> None:
 def test_a_replay_that_does_not_fit_is_refused_and_says_nothing_against_the_checkpoint(
     method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*_: object) -> None:
-        raise RuntimeError("CUDA error: out of memory")
-
     before, workload = prepared(), prepared()
     model = workload.build_model()
     next(before.batches(model, Plan(64), 0, CPU))
     workload.load_state_dict(before.state_dict())
-    monkeypatch.setattr(Replay, method, fail)
+    monkeypatch.setattr(Replay, method, mock.Mock(side_effect=RuntimeError("CUDA error: out of memory")))
     with pytest.raises(ConfigError) as refusal:
         workload.batches(model, Plan(64), 10, CPU)
     assert (refusal.value.key, refusal.value.got) == ("workload.replay_size", 50_000)
