@@ -132,6 +132,12 @@ def trained(tmp_path: Path) -> Callable[..., TrainedRun]:
     return train_it
 
 
+@pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the temporary directory of the test the current one."""
+    monkeypatch.chdir(tmp_path)
+
+
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Ranks]:
     """Return a function: `ranks(3)` returns three persistent processes that train one run after another."""

@@ -16,15 +16,11 @@ from runner.api.evaluation import evaluate_checkpoint
 from runner.config.errors import ConfigError
 from runner.data.tabular import Tabular
 
+pytestmark = pytest.mark.usefixtures("elsewhere")
 IMAGES = ("data=imagefolder", "data.root=photos", "data.size=8", "data.center=1", "data.workers=0", "batch_size=8")
 TABLE = ("workload=regression", "data.file=train.csv", "model.hidden=[8]", "batch_size=32", "device=cpu")
 MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
 COLORS = {"apple": (220, 30, 30), "berry": (30, 30, 220), "cress": (30, 200, 30)}
-
-
-@pytest.fixture(autouse=True)
-def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def write_photos(root: str, counts: dict[str, int], seed: int = 0) -> None:

@@ -20,12 +20,8 @@ from runner import training
 from runner.commands.plan import plan as plan_of
 from runner.system.tables import size
 
+pytestmark = pytest.mark.usefixtures("elsewhere")
 WORDS = [*TINY_CPU, "steps=6", "eval_every=3"]
-
-
-@pytest.fixture(autouse=True)
-def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def test_training_from_python_ends_with_the_weights_of_the_command(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.checkpoint_edits import rewrite_manifest
-from helpers.compose import TINY_CPU, build_composed_run
+from helpers.compose import TINY_CPU, build_composed_run, prepared_workload
 from helpers.events import scalar_curves
 from helpers.permissions import enforced_permissions
 from helpers.runs import write_images
@@ -22,6 +22,7 @@ from runner.parallel.launch import processes
 from runner.storage.saved_run import config_text
 from runner.system.forkserver import start_server
 
+pytestmark = pytest.mark.usefixtures("elsewhere")
 SHORT = ("steps=12", "eval_every=4", "save_every=4", "keep=9", "optimizer.lr=0.2", "log_every=4")
 
 
@@ -41,11 +42,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> runner.SavedRun:
 def copy(run: runner.SavedRun, tmp_path: Path) -> runner.SavedRun:
     """A copy of the run, which tests may change."""
     return runner.load(shutil.copytree(run.directory, tmp_path / "copy"))
-
-
-@pytest.fixture(autouse=True)
-def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def trained(*overrides: str) -> runner.SavedRun:
@@ -191,8 +187,7 @@ def test_predictions_are_those_of_the_evaluation(tmp_path: Path) -> None:
     write_images(tmp_path / "photos")
     options = ("data.root=photos", "data.size=8", "data.center=0.75", "data.workers=0", "batch_size=8")
     photos = trained("data=imagefolder", *options)
-    workload = build_composed_run("data=imagefolder", *photos.config.overrides).workload
-    workload.prepare()
+    workload = prepared_workload("data=imagefolder", *photos.config.overrides)
     [batch] = workload.held_out.in_order(99, (0, 1), torch.device("cpu"))
     with torch.inference_mode():
         wanted, labels = photos.model()(batch.inputs).softmax(1).max(1)

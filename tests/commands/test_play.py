@@ -16,6 +16,8 @@ import runner
 from runner.commands import play, predict
 from runner.seeds import derive
 
+pytestmark = pytest.mark.usefixtures("elsewhere")
+
 
 class Corridor(gymnasium.Env):
     """Six positions; action 1 moves forward by one. The gray level of a frame is 40 × position."""
@@ -53,11 +55,6 @@ def agent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[runner.Result]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(gymnasium.registry, "Corridor-v0", spec)
         yield runner.train([*words, f"output_root={tmp_path_factory.mktemp('agent')}"])
-
-
-@pytest.fixture(autouse=True)
-def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 @torch.no_grad()

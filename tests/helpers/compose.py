@@ -71,6 +71,12 @@ def train_in(
         return TrainedRun(run, directory, result)
 
 
+def prepared_workload(*overrides: str) -> Any:
+    workload = build_composed_run(*overrides).workload
+    workload.prepare()
+    return workload
+
+
 def options_of(component: Any, path: str = "") -> dict[str, Any]:
     """Return deep copies of the fields of `component`, by dotted name."""
     options: dict[str, Any] = {}

@@ -1,44 +1,35 @@
 """Tests of the section timer, with a fake clock."""
 
 from contextlib import suppress
-from types import SimpleNamespace
 
 import pytest
+from helpers.clock import FakeClock
 
 import runner.system.section_timer
 from runner.system.section_timer import SectionTimer
 
 
-class FakeClock:
-    """A fake clock, which advances only when `advance` is called."""
-
-    now = 100.0
-
-    def advance(self, seconds: float) -> None:
-        self.now += seconds
-
-
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
     clock = FakeClock()
-    monkeypatch.setattr(runner.system.section_timer, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    monkeypatch.setattr(runner.system.section_timer, "time", clock)
     return clock
 
 
 def test_times_are_exclusive_and_add_up_to_the_total_even_after_an_error(clock: FakeClock) -> None:
     timer = SectionTimer()
-    clock.advance(1)
+    clock.now += 1
     with suppress(ValueError), timer.section("evaluate"):
-        clock.advance(2)
+        clock.now += 2
         with timer.section("data"):
-            clock.advance(4)
-        clock.advance(8)
+            clock.now += 4
+        clock.now += 8
         raise ValueError
-    clock.advance(16)
+    clock.now += 16
     with timer.section("log"):
-        clock.advance(32)
+        clock.now += 32
     assert timer.seconds() == {"other": 17, "evaluate": 10, "data": 4, "log": 32}
-    assert sum(timer.seconds().values()) == clock.now - 100
+    assert sum(timer.seconds().values()) == clock.now - 1000
     assert (timer.spent("data"), timer.spent("never entered")) == (4, 0)
     assert timer.paused() == 42, "evaluation and logs do not count as training"
 
@@ -48,13 +39,13 @@ def test_waiting_for_the_device_counts_toward_the_section_that_queued_the_work(c
     timer, queued = SectionTimer(), [0.0]
 
     def wait() -> None:
-        clock.advance(queued[0])
+        clock.now += queued[0]
         queued[0] = 0.0
 
     timer.reset(wait)
     with timer.section("forward"):
-        clock.advance(1)
+        clock.now += 1
         queued[0] = 10.0
     with timer.section("backward"):
-        clock.advance(2)
+        clock.now += 2
     assert timer.seconds() == {"other": 0, "forward": 11, "backward": 2}

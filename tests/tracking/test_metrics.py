@@ -2,11 +2,11 @@
 
 import weakref
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from helpers.clock import FakeClock
 from helpers.compose import TrainedRun
 from helpers.events import scalar_curves
 
@@ -71,15 +71,6 @@ def test_the_first_step_whose_sums_are_not_finite_is_named(bad: float, at: int, 
     with pytest.raises(DivergedError) as caught:
         buffer.flush(lambda sums: sums)
     assert (caught.value.step, caught.value.what) == (steps[at], name)
-
-
-class FakeClock(SimpleNamespace):
-    """A fake clock, which moves only when a test sets `now`."""
-
-    now = 100.0
-
-    def perf_counter(self) -> float:
-        return self.now
 
 
 @pytest.fixture

@@ -12,20 +12,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from helpers.clock import FakeClock
 from helpers.command import TIMEOUT_SECONDS, child_environment
 from helpers.compose import TINY_CPU
 
 import runner.tracking.progress
 from runner.tracking.progress import Bar, Progress, progress_for
-
-
-class FakeClock:
-    """A fake clock, which moves only when a test sets `now`."""
-
-    now = 1000.0
-
-    def perf_counter(self) -> float:
-        return self.now
 
 
 @pytest.fixture

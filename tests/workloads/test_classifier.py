@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.compose import TINY_CPU, build_composed_run, prepare_session
+from helpers.compose import TINY_CPU, build_composed_run, prepare_session, prepared_workload
 from PIL import Image
 from torch.nn.functional import cross_entropy
 
@@ -23,9 +23,7 @@ CPU = torch.device("cpu")
 
 
 def classifier(*overrides: str) -> Any:
-    workload = build_composed_run(*TINY_CPU, *overrides).workload
-    workload.prepare()
-    return workload
+    return prepared_workload(*TINY_CPU, *overrides)
 
 
 def fixed(outputs: torch.Tensor) -> Any:

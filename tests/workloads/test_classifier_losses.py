@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.compose import TINY_CPU, build_composed_run, compose_config, prepare_session
+from helpers.compose import TINY_CPU, build_composed_run, compose_config, prepare_session, prepared_workload
 from helpers.plain_loop import largest_difference, weights_at
 from helpers.ranks import Ranks
 
@@ -33,9 +33,7 @@ CASES = {
 
 
 def classifier(*overrides: str) -> Any:
-    workload = build_composed_run(*TINY_CPU, *overrides).workload
-    workload.prepare()
-    return workload
+    return prepared_workload(*TINY_CPU, *overrides)
 
 
 def plain_loss(outputs: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor, smoothing: float) -> torch.Tensor:

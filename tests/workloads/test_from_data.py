@@ -15,13 +15,9 @@ import runner
 from runner.config.errors import ConfigError
 from runner.data.imagefolder import fingerprint
 
+pytestmark = pytest.mark.usefixtures("elsewhere")
 PHOTOS = (*TINY_CPU, "data=imagefolder", "data.root=photos", "data.workers=0", "batch_size=8")
 TABLE = ("workload=regression", "data.file=table.csv", "model.hidden=[8]", "batch_size=16", "device=cpu")
-
-
-@pytest.fixture(autouse=True)
-def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def write_photo(path: str, seed: int) -> None:

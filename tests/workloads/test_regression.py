@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.compose import build_composed_run, compose_config, prepare_session, train_in
+from helpers.compose import build_composed_run, compose_config, prepare_session, prepared_workload, train_in
 from helpers.events import scalar_curves
 from helpers.plain_loop import largest_difference, weights_at
 from helpers.ranks import Ranks
@@ -49,8 +49,7 @@ def plain(loss_function: str) -> tuple[dict[str, torch.Tensor], list[float], lis
     Returns:
         The weights, the loss of each step, the mean absolute error of each step, and the evaluation metrics.
     """
-    workload: Any = build_composed_run(*SMALL).workload
-    workload.prepare()
+    workload = prepared_workload(*SMALL)
     samples, held_out, loss_of = workload.train, workload.held_out, LOSSES[loss_function]
     torch.manual_seed(derive(0, "weights"))
     model = workload.build_model().double()
