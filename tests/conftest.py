@@ -94,10 +94,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Generator[None, Any, Any]:
-    """Escape the bytes in a report that are not UTF-8, because xdist cannot send them.
-
-    Some tests use file names with such bytes.
-    """
+    """Escape the bytes in a report that are not UTF-8, as of unusual file names, because xdist cannot send them."""
     report = yield
     report.sections = [(title, _utf8(text)) for title, text in report.sections]
     if report.longrepr is not None and (text := str(report.longrepr)) != _utf8(text):
@@ -111,20 +108,14 @@ def _utf8(text: str) -> str:
 
 @pytest.fixture(scope="module", autouse=True)
 def _collected_tests_are_no_garbage() -> None:
-    """Exclude existing objects from garbage collection, to save time.
-
-    Each run collects garbage before its first step, and would otherwise examine the objects of all collected tests.
-    """
+    """Save time: each run collects garbage, and would examine the objects of all collected tests."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture
 def trained(tmp_path: Path) -> Callable[..., TrainedRun]:
-    """Return a function that trains a fast run with overrides.
-
-    The run is trained in this process or in the processes of its parallel mode.
-    """
+    """Return a function that trains a fast run with overrides, in this process or in those of its mode."""
 
     def train_it(*overrides: str, directory: str = "run") -> TrainedRun:
         return train_in(tmp_path / directory, build_composed_run(*TINY_CPU, *overrides))

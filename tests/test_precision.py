@@ -1,7 +1,4 @@
-"""Tests that training in each precision computes the same as a hand-written loop in plain torch.
-
-On the CPU, the results are bitwise equal, unless the optimizer is fused. Otherwise, they are equal up to rounding.
-"""
+"""Tests that each precision computes the same as a loop in plain torch: on the CPU to the bit, unless it is fused."""
 
 import copy
 import math

@@ -32,10 +32,7 @@ def rules(direction: str = "max", **options: Any) -> Stopping:
 
 
 def reasons_after(stopping: Stopping, *values: float) -> list[str]:
-    """Return a list with one string for each evaluation, whose results are `values`.
-
-    The string is the rule that would end the run after this evaluation, or empty if the run would continue.
-    """
+    """Return for each evaluation, whose results are `values`, the rule that would end the run after it, or ""."""
     reasons = []
     for number, value in enumerate(values, start=1):
         stopping.evaluated({"eval/accuracy": value, "eval/loss": 0.0}, 10 * number)

@@ -103,10 +103,7 @@ def test_a_checkpoint_without_a_signature_has_a_model_but_no_classes(copy: runne
 
 
 def evaluation(run: runner.SavedRun, step: int) -> dict[str, float]:
-    """Return the exact metrics of the evaluation after `step`, from the result of the run or from a checkpoint.
-
-    The metrics in the log are rounded, and the metrics in TensorBoard's event files have only 32 bits.
-    """
+    """Return the exact metrics of the evaluation after `step`; those of the log and of TensorBoard are rounded."""
     if step == run.result["steps"]:
         return {tag: value for tag, value in run.result["metrics"].items() if tag.startswith("eval/")}
     state = torch.load(run.checkpoint(step) / "state.pt", weights_only=True)

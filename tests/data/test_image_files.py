@@ -26,10 +26,7 @@ MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
 
 
 class ConstantColorReader:
-    """A reader that opens no files, and returns images of one color.
-
-    The red value is the number in `path`. The green and the blue value are random numbers in training, otherwise 0.
-    """
+    """Returns images of one color without a file: (number in `path`, two random numbers in training, otherwise 0)."""
 
     def __init__(self, *damaged: int):
         self.damaged = damaged

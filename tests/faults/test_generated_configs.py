@@ -1,8 +1,4 @@
-"""Tests with generated command lines and option files: each builds a run, or is refused with a short error.
-
-The error names a key that was given, and has at most ten lines. `RUNNER_FAULTS=all` tries thousands of random examples;
-otherwise, the same few examples are tried each time.
-"""
+"""Tests with generated commands and option files (`RUNNER_FAULTS=all`: thousands): each builds a run, or is refused."""
 
 import io
 import re

@@ -1,7 +1,4 @@
-"""Tests with unusual names of directories and files: a run trains and resumes, or is refused with an error message.
-
-A run that crashes prints the command that resumes it, and is resumed with this command.
-"""
+"""Tests with unusual names of directories and files: a run trains and resumes by its printed command, or is refused."""
 
 import contextlib
 import io

@@ -54,10 +54,7 @@ def train_in(
     change: Callable[[Run, Session], Any] | None = None,
     train_rank: Callable[[dict[str, Any], Path, Collectives], Result] = train_rank,
 ) -> TrainedRun:
-    """Train `run` in this process or in the processes of its mode, as the command does; no option may change.
-
-    The options of a run are what the user asks for: what is determined at run time must not overwrite them.
-    """
+    """Train `run` in this process or in the processes of its mode, as the command does; no option may change."""
     directory.mkdir(exist_ok=True)
     launcher = run.parallel.launcher(run.device)
     with launcher.connect() as process:

@@ -1,7 +1,4 @@
-"""`main` prints what training from Python changes in the process, as JSON.
-
-It runs in `python -c`, a program without a file, like a notebook.
-"""
+"""`main` prints what training changes in the process, as JSON; it runs in `python -c`, like a notebook."""
 
 import gc
 import json

@@ -129,10 +129,7 @@ def report_num_threads(pipe: Connection, asked: str | None, config: dict[str, An
 
 
 def run_sweep_jobs(configs: list[dict[str, Any]], directory: Path) -> list[str]:
-    """Run the jobs of a sweep one after another on this rank, which was started from outside, as by `torchrun`.
-
-    Rank 1 fails in the second job. Return the status of each job, or its error.
-    """
+    """Run the jobs of a sweep as a rank of `torchrun`; return their statuses or errors. Rank 1 fails in the second."""
     found, groups = [], []
     for number, config in enumerate(configs):
         run, path = build_run(config), directory / str(number)

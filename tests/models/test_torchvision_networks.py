@@ -38,10 +38,7 @@ def inputs(name: str) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_blocks_in_sequence_equal_the_network_and_have_each_parameter_once(name: str) -> None:
-    """In float64, in which every network has different outputs for the two samples.
-
-    The first block of a pipeline stage has inputs that require gradients, and must not change them in place.
-    """
+    """In float64, in which every network has different outputs for the two samples; no block may change its inputs."""
     model, x = network(name, torch.float64), inputs(name).double()
     wanted, blocks = model(x).detach(), blocks_of(model)
     for _, block in blocks:

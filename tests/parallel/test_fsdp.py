@@ -59,10 +59,7 @@ def one_step(state: State, counts: Callable[[], int] = lambda: 0) -> list[int]:
 def test_gradients_are_reduced_once_a_step_and_weights_gathered_per_option(
     reshard: str, gathers: int, ranks: Ranks, tmp_path: Path
 ) -> None:
-    """Each of four blocks is gathered for the forward pass and, if it was resharded, again for the backward pass.
-
-    An evaluation between two steps does not change this. All shards are updated in one operation.
-    """
+    """Each of four blocks is gathered for the forward pass and, if it was resharded, again for the backward pass."""
     more = ("parallel=fsdp", "accumulation=4", f"parallel.reshard_after_forward={reshard}")
     config = compose_config(*TINY_CPU, *PLAIN_LOOP_OVERRIDES, *more)
     for sent, gathered, single_updates in ranks(2).call_on_all(collectives, config, tmp_path):

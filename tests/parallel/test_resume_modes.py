@@ -95,11 +95,7 @@ def assert_same_curves(got: dict[str, Any], wanted: dict[str, Any]) -> None:
 def test_resume_with_the_same_number_of_processes_is_bitwise_exact(
     mode: str, processes: int, others: int, ranks: Ranks, tmp_path: Path
 ) -> None:
-    """A resume with another number of processes draws other random numbers, and is therefore not exact.
-
-    With three processes of ddp, it would be exact only up to rounding: DDP reorders its buckets after the first step of
-    a session, which changes the order in which gloo adds up the gradients.
-    """
+    """Not with three processes of ddp: DDP reorders its buckets after the first step, and so what gloo adds up."""
     overrides = (*COMMON, "steps=24", "model.dropout=0.2", "save_every=0", "eval_every=0", f"parallel={mode}")
     overrides += ("parallel.cuts=[conv2]",) if mode == "pipeline" else ()
     config = compose_config(*TINY_CPU, *overrides)

@@ -1,7 +1,4 @@
-"""Tests of `accumulation=auto`: the fewest micro-batches that fit, which become part of the config.
-
-If the predicted memory does not show clearly whether a number of micro-batches fits, a trial decides.
-"""
+"""Tests of `accumulation=auto`: the fewest micro-batches that fit, by a plan or, if it is unclear, by a trial."""
 
 from __future__ import annotations
 

@@ -133,10 +133,7 @@ def test_the_source_may_be_read_only_and_modules_in_the_current_directory_are_no
 
 
 def test_a_refusal_removes_the_directories_that_were_made_for_it(tmp_path: Path) -> None:
-    """The run directory is created first; then the model is built, which is refused.
-
-    After the refusal, only the directory `outputs` remains, because it existed before the command.
-    """
+    """The run directory is created before the model is refused; `outputs` existed before the command."""
     too_small = (*TINY_CPU, "model=convnet", "model.kernel_size=31")
     (tmp_path / "outputs").mkdir()
     code, output = run_command(*too_small, cwd=tmp_path)

@@ -31,10 +31,7 @@ CPUINFO = "".join(
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A fake machine of 2 sockets × 2 cores × 2 threads; this process is in the control group /outer/inner.
-
-    It has 1,024,000 bytes of memory, of which 409,600 are available.
-    """
+    """A fake machine of 2 sockets × 2 cores × 2 threads and 1,024,000 bytes, in the control group /outer/inner."""
     (tmp_path / "proc" / "self").mkdir(parents=True)
     (tmp_path / "proc" / "cpuinfo").write_text(CPUINFO)
     (tmp_path / "proc" / "self" / "cgroup").write_text("0::/outer/inner\n")

@@ -297,10 +297,7 @@ def test_a_closed_terminal_stops_the_run(tmp_path: Path) -> None:
 def test_a_signal_before_the_first_step_ends_the_command_at_once(
     words: tuple[str, ...], number: signal.Signals, expected: int, tmp_path: Path
 ) -> None:
-    """The signal arrives while the run directory is being created.
-
-    At this point, the command has called a fake `git`, which hangs.
-    """
+    """It arrives while the run directory is being created, and the command waits for a fake `git`, which hangs."""
     started, git = tmp_path / "started", tmp_path / "bin" / "git"
     git.parent.mkdir()
     git.write_text(f"#!/bin/sh\ntouch '{started}'\nexec sleep 60\n")

@@ -1,7 +1,4 @@
-"""Tests of class weights, mixup, CutMix and top-5 accuracy.
-
-With class weights, mixup and CutMix, training in every mode must lead to the same weights as a plain PyTorch loop.
-"""
+"""Tests of class weights, mixup, CutMix and top-5 accuracy; training in every mode equals a plain PyTorch loop."""
 
 import functools
 from pathlib import Path
