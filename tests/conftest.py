@@ -114,7 +114,7 @@ def _collected_tests_are_no_garbage() -> None:
 
 
 @pytest.fixture
-def trained(tmp_path: Path) -> Callable[..., TrainedRun]:
+def trained(tmp_path) -> Callable[..., TrainedRun]:
     """Return a function that trains a fast run with overrides, in this process or in those of its mode."""
 
     def train_it(*overrides: str, directory: str = "run") -> TrainedRun:
@@ -124,7 +124,7 @@ def trained(tmp_path: Path) -> Callable[..., TrainedRun]:
 
 
 @pytest.fixture
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def elsewhere(tmp_path, monkeypatch) -> None:
     """Make the temporary directory of the test the current one."""
     monkeypatch.chdir(tmp_path)
 

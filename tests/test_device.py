@@ -17,7 +17,7 @@ from runner.device import BusyMachine, Device, default_threads, oversubscription
 
 
 @pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch):
+def machine(monkeypatch):
     """Return a function that simulates a machine with `num_cuda` CUDA devices and, if `mps` is True, a Metal device."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
@@ -42,7 +42,7 @@ def test_auto_takes_the_accelerator_of_torch_or_the_cpu(machine, num_cuda: int, 
     assert Device().resolve() == torch.device(expected)
 
 
-def test_an_absent_device_is_refused_by_key(machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_absent_device_is_refused_by_key(machine, monkeypatch) -> None:
     machine(0)
     assert refusal(Device(kind="cuda")).key == "kind"
     refused = refusal(Device(kind="mps"))
@@ -68,7 +68,7 @@ def test_the_first_of_the_named_devices_is_used_by_a_mode_with_one(machine) -> N
     assert refusal(Device(indices=[4])).key == "indices"
 
 
-def test_synchronize_waits_for_the_device_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_synchronize_waits_for_the_device_it_is_given(monkeypatch) -> None:
     waited = []
     monkeypatch.setattr(torch.accelerator, "synchronize", waited.append)
     for name in ("cpu", "cuda:1", "mps:0"):
@@ -81,7 +81,7 @@ def switches() -> tuple:
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_settings_apply_during_the_run_and_are_restored(deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_apply_during_the_run_and_are_restored(deterministic: bool, monkeypatch) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
     taken = []
 
@@ -110,7 +110,7 @@ def test_settings_apply_during_the_run_and_are_restored(deterministic: bool, mon
 
 
 @pytest.mark.parametrize("message", ["CUDA error: all CUDA-capable devices are busy or unavailable", "out of memory"])
-def test_a_device_that_another_process_has_is_refused(message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_that_another_process_has_is_refused(message: str, monkeypatch) -> None:
     monkeypatch.setattr(torch.accelerator, "device_index", lambda index: nullcontext())
     monkeypatch.setattr(torch, "zeros", mock.Mock(side_effect=RuntimeError(f"{message}\nsee there")))
     before = switches()
@@ -137,7 +137,7 @@ def test_an_accelerator_of_another_type_is_refused_in_words(machine) -> None:
     [(2, 1, 0, 8), (2, 1, 1, 1), (2, 1, 2, 1), (8, 1, 2, 6), (8, 1, 7, 4), (8, 2, 1, 3), (1, 1, 1, 1)],
 )
 def test_by_default_data_workers_have_their_own_cores(
-    cores: int, processes: int, workers: int, threads: int, monkeypatch: pytest.MonkeyPatch
+    cores: int, processes: int, workers: int, threads: int, monkeypatch
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)), raising=False)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
@@ -158,7 +158,7 @@ def test_by_default_data_workers_have_their_own_cores(
     ("cpu", 3, 1, 0, "3 processes with 1 compute thread: 3 threads"),
 )
 def test_more_threads_than_cores_are_reported(
-    device: str, processes: int, threads: int, workers: int, expected: str, monkeypatch: pytest.MonkeyPatch
+    device: str, processes: int, threads: int, workers: int, expected: str, monkeypatch
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
@@ -175,7 +175,7 @@ def test_more_threads_than_cores_are_reported(
     (2, 2.0, 2.0, ""),  # too short to know,
 )
 def test_a_busy_machine_is_noticed_once_while_training(
-    threads: int, seconds: float, waited: float, advised: str, monkeypatch: pytest.MonkeyPatch
+    threads: int, seconds: float, waited: float, advised: str, monkeypatch
 ) -> None:
     periods = [0, 0, 1, 2]
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)

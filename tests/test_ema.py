@@ -63,7 +63,7 @@ MODES = {
 
 @pytest.mark.parametrize(("processes", "mode"), MODES.values(), ids=MODES)
 def test_the_average_is_that_of_a_plain_loop_and_is_evaluated(
-    processes: int, mode: tuple[str, ...], ranks: Ranks, tmp_path: Path
+    processes: int, mode: tuple[str, ...], ranks: Ranks, tmp_path
 ) -> None:
     overrides = (*TINY_CPU, *loops.PLAIN_LOOP_OVERRIDES, *loops.OPTIMIZER_CASES["sgd"][0], *mode, EMA)
     result = ranks(processes).train(compose_config(*overrides), tmp_path)
@@ -76,7 +76,7 @@ def test_the_average_is_that_of_a_plain_loop_and_is_evaluated(
 
 
 @pytest.mark.parametrize("mode", ["single", "fsdp", "pipeline"])
-def test_a_skipped_update_does_not_advance_the_average(mode: str, ranks: Ranks, tmp_path: Path) -> None:
+def test_a_skipped_update_does_not_advance_the_average(mode: str, ranks: Ranks, tmp_path) -> None:
     steps = ("steps=6", "eval_every=0", "save_every=1", "keep=6")
     overrides = (*TINY_CPU, *HARD, "precision=16", EMA, f"parallel={mode}", *steps)
     ranks(1 if mode == "single" else 2).train(compose_config(*overrides), tmp_path, partial(overflow_at, 3))
@@ -89,7 +89,7 @@ def test_a_skipped_update_does_not_advance_the_average(mode: str, ranks: Ranks, 
 
 
 @pytest.mark.parametrize("options", [(), ("parallel=ddp",), ("parallel=fsdp",), ("parallel=ensemble",)], ids=str)
-def test_resume_is_bitwise_exact(options: tuple[str, ...], ranks: Ranks, tmp_path: Path) -> None:
+def test_resume_is_bitwise_exact(options: tuple[str, ...], ranks: Ranks, tmp_path) -> None:
     overrides = (*TINY_CPU, *HARD, EMA, *options)
 
     def train(name: str, change: Callable[[Any, Any], None] | None = None) -> Path:
@@ -116,7 +116,7 @@ def test_resume_is_bitwise_exact(options: tuple[str, ...], ranks: Ranks, tmp_pat
         assert_bitwise_equal(got, of_whole)
 
 
-def test_the_average_continues_when_a_run_resumes_in_another_mode(ranks: Ranks, tmp_path: Path) -> None:
+def test_the_average_continues_when_a_run_resumes_in_another_mode(ranks: Ranks, tmp_path) -> None:
     overrides = (*TINY_CPU, *loops.PLAIN_LOOP_OVERRIDES, *loops.OPTIMIZER_CASES["sgd"][0], EMA)
     train_in(tmp_path, build_composed_run(*overrides), partial(sigterm_at, 4, 0))
     ranks(2).train(compose_config(*overrides, "parallel=fsdp"), tmp_path, partial(sigterm_at, 7, 0))
@@ -124,9 +124,7 @@ def test_the_average_continues_when_a_run_resumes_in_another_mode(ranks: Ranks, 
     assert loops.largest_difference(average_at(tmp_path, loops.STEPS), plain_average()) <= 1e-6
 
 
-def test_the_average_begins_after_resume_if_the_checkpoint_has_none(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_average_begins_after_resume_if_the_checkpoint_has_none(tmp_path, caplog) -> None:
     train_in(
         tmp_path, build_composed_run(*TINY_CPU, *loops.PLAIN_LOOP_OVERRIDES), partial(sigterm_at, loops.STEPS - 1, 0)
     )

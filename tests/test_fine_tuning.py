@@ -1,7 +1,6 @@
 """Tests that fine-tuning with frozen parameters, a new head and learning rates by group equals a plain PyTorch loop."""
 
 import functools
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,7 +36,7 @@ OVERRIDES = (
 
 
 @pytest.fixture(scope="module")
-def pretrained(tmp_path_factory: pytest.TempPathFactory) -> str:
+def pretrained(tmp_path_factory) -> str:
     """Return an override that names a file with weights of torchvision's network for gray images and 7 classes."""
     torch.manual_seed(1)
     network = torchvision.models.squeezenet1_1(num_classes=7)
@@ -86,7 +85,7 @@ MODES = {
 
 @pytest.mark.parametrize("mode", MODES)
 def test_fine_tuning_equals_a_plain_loop_and_resumes_bitwise(
-    mode: str, pretrained: str, ranks: Ranks, tmp_path: Path
+    mode: str, pretrained: str, ranks: Ranks, tmp_path
 ) -> None:
     overrides = (*OVERRIDES, pretrained, *MODES[mode], "save_every=0")
 

@@ -1,14 +1,13 @@
 """Tests of the command `python -m runner` in a new process."""
 
 import json
-from pathlib import Path
 
 from helpers.command import run_in_new_interpreter
 from helpers.events import scalar_curves
 from helpers.runs import only_run
 
 
-def test_the_default_run_learns_the_digits_writes_its_directory_and_prints_where_it_is(tmp_path: Path) -> None:
+def test_the_default_run_learns_the_digits_writes_its_directory_and_prints_where_it_is(tmp_path) -> None:
     process = run_in_new_interpreter(cwd=tmp_path)
     assert process.returncode == 0, process.stderr
     directory = only_run(tmp_path)

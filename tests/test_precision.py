@@ -110,7 +110,7 @@ def test_on_a_cpu_each_precision_is_plain_float32_or_autocast(
     dtype: torch.dtype | None,
     warning: str,
     max_norm: float | None,
-    caplog: pytest.LogCaptureFixture,
+    caplog,
 ) -> None:
     precision = kind()
     weights = run(precision, max_norm)
@@ -123,15 +123,13 @@ def test_on_a_cpu_each_precision_is_plain_float32_or_autocast(
 
 
 @pytest.mark.parametrize("is_fast", [True, False])
-def test_a_cpu_without_bfloat16_instructions_causes_a_warning(
-    is_fast: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_cpu_without_bfloat16_instructions_causes_a_warning(is_fast: bool, monkeypatch, caplog) -> None:
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512" if is_fast else "AVX2")
     BFloat16().prepare(CPU)
     assert ("no instructions" in caplog.text) is not is_fast
 
 
-def test_64_is_refused_on_a_device_without_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_64_is_refused_on_a_device_without_float64(monkeypatch) -> None:
     monkeypatch.setattr(accelerator, "has_float64", lambda device: False)
     with pytest.raises(ConfigError) as refused:
         Double().check_device(torch.device("mps"))
@@ -140,7 +138,7 @@ def test_64_is_refused_on_a_device_without_float64(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(("capability", "expected"), [((7, 5), "highest"), ((8, 0), "high"), ((10, 0), "high")])
-def test_tf32_needs_ampere(capability: tuple, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tf32_needs_ampere(capability: tuple, expected: str, monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     TF32().prepare(torch.device("cuda"))
     assert torch.get_float32_matmul_precision() == expected
@@ -211,7 +209,7 @@ def scaled_by_hand(
 @pytest.mark.parametrize("max_norm", [None, 0.5])
 @pytest.mark.parametrize("steps", [(), (0,), (1, 2, 4)])
 def test_16_equals_torchs_recipe_for_mixed_precision(
-    steps: tuple[int, ...], max_norm: float | None, fused: bool, device: str, monkeypatch: pytest.MonkeyPatch
+    steps: tuple[int, ...], max_norm: float | None, fused: bool, device: str, monkeypatch
 ) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
     where, exact = torch.device(device), device == "cpu" and not fused
@@ -275,7 +273,7 @@ def test_any_precision_loads_the_state_of_any_other(kind: type[Precision]) -> No
     assert fresh.scalars() == {"train/loss_scale": 256.0, "train/skipped_steps": 0.0}
 
 
-def test_the_event_after_the_flag_is_recorded_on_the_stream_of_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_event_after_the_flag_is_recorded_on_the_stream_of_its_device(monkeypatch) -> None:
     """On that of the current device, a skipped step on another one could be missed, and the averages advance."""
     recorded: list[str] = []
     monkeypatch.setattr(torch, "Event", lambda device: SimpleNamespace(record=recorded.append))

@@ -32,7 +32,7 @@ def train(profiler: Profiler, directory: Path, num_steps: int) -> None:
 
 @pytest.mark.parametrize("name", ["simple", "advanced", "trace"])
 def test_a_profile_that_cannot_be_written_does_not_hide_the_error_of_the_run(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    name: str, tmp_path, monkeypatch, caplog
 ) -> None:
     def full(self: Path, *_: object, **__: object) -> None:
         raise OSError(28, "No space left on device", str(self))
@@ -52,7 +52,7 @@ def test_a_profile_that_cannot_be_written_does_not_hide_the_error_of_the_run(
 
 
 @pytest.fixture
-def move(monkeypatch: pytest.MonkeyPatch):
+def move(monkeypatch):
     """Return a function that advances the timer's fake clock by a number of seconds."""
     now = [0.0]
     monkeypatch.setattr(runner.system.section_timer, "time", SimpleNamespace(perf_counter=lambda: now[0]))
@@ -77,7 +77,7 @@ def four_steps(profiler: Profiler, directory: Path, device: torch.device, move) 
         move(3)
 
 
-def test_simple_writes_a_table_of_the_time_per_section(tmp_path: Path, move, caplog: pytest.LogCaptureFixture) -> None:
+def test_simple_writes_a_table_of_the_time_per_section(tmp_path, move, caplog) -> None:
     caplog.set_level(logging.INFO)
     move(1000)  # before the profile: not counted
     four_steps(Simple(), tmp_path, CPU, move)
@@ -93,9 +93,7 @@ def test_simple_writes_a_table_of_the_time_per_section(tmp_path: Path, move, cap
     assert str(tmp_path / "profile" / "simple.txt") in caplog.text
 
 
-def test_simple_waits_for_an_accelerator_while_it_profiles(
-    tmp_path: Path, move, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_simple_waits_for_an_accelerator_while_it_profiles(tmp_path, move, monkeypatch) -> None:
     waits = []
     monkeypatch.setattr("runner.profiler.synchronize", waits.append)
     device = torch.device("cuda", 1)
@@ -107,7 +105,7 @@ def test_simple_waits_for_an_accelerator_while_it_profiles(
     assert len(waits) == 25
 
 
-def test_simple_writes_its_table_when_a_run_is_interrupted(tmp_path: Path, move) -> None:
+def test_simple_writes_its_table_when_a_run_is_interrupted(tmp_path, move) -> None:
     def interrupted() -> None:
         with Simple().profile(tmp_path, CPU), timer.section("data"):
             move(0.5)
@@ -118,7 +116,7 @@ def test_simple_writes_its_table_when_a_run_is_interrupted(tmp_path: Path, move)
     assert "data                1       0.500" in (tmp_path / "profile" / "simple.txt").read_text()
 
 
-def test_advanced_counts_calls_by_function(tmp_path: Path) -> None:
+def test_advanced_counts_calls_by_function(tmp_path) -> None:
     train(Advanced(), tmp_path, 7)
     stats = pstats.Stats(str(tmp_path / "profile" / "advanced.prof"))
     calls = {name: entry[0] for (_, _, name), entry in stats.stats.items()}  # type: ignore[attr-defined]
@@ -139,7 +137,7 @@ def profiled_steps(path: Path) -> list[str]:
     return sorted(names)
 
 
-def test_trace_records_the_active_steps_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_trace_records_the_active_steps_only(tmp_path, caplog) -> None:
     caplog.set_level(logging.INFO)
     train(Trace(wait=2, warmup=1, active=2), tmp_path, 8)
     folder = tmp_path / "profile"
@@ -153,7 +151,7 @@ def test_trace_records_the_active_steps_only(tmp_path: Path, caplog: pytest.LogC
 
 
 def test_trace_of_a_run_that_ends_while_recording_has_shapes_and_memory_and_one_that_never_begins_warns(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path, caplog
 ) -> None:
     train(Trace(wait=5, warmup=2, active=1), tmp_path, 3)
     assert list((tmp_path / "profile").iterdir()) == []
@@ -166,7 +164,7 @@ def test_trace_of_a_run_that_ends_while_recording_has_shapes_and_memory_and_one_
     assert "Self CPU Mem" in text
 
 
-def test_each_rank_except_rank_0_has_its_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_rank_except_rank_0_has_its_own_folder(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     for rank in (3, 0):
         monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
@@ -175,7 +173,7 @@ def test_each_rank_except_rank_0_has_its_own_folder(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.gpu
-def test_trace_on_cuda_holds_kernels(tmp_path: Path) -> None:
+def test_trace_on_cuda_holds_kernels(tmp_path) -> None:
     profiler, device = Trace(wait=1, warmup=1, active=1), torch.device("cuda")
     with profiler.profile(tmp_path, device):
         for step in range(1, 5):

@@ -4,7 +4,6 @@ import copy
 import dataclasses
 import re
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -157,7 +156,7 @@ def test_building_needs_neither_the_device_nor_the_data() -> None:
     assert (refusal.value.key, refusal.value.got) == ("data.root", "/nowhere")
 
 
-def test_options_never_change_during_a_run(tmp_path: Path) -> None:
+def test_options_never_change_during_a_run(tmp_path) -> None:
     """`train_in` checks this in each test that trains with it; here, that the check notices a change."""
     run = compose.build_composed_run(
         *compose.TINY_CPU, "epochs=0.1", "precision=tf32", "save_every=null", "profiler=trace"
@@ -172,7 +171,7 @@ def test_options_never_change_during_a_run(tmp_path: Path) -> None:
         compose.train_in(tmp_path / "changed", run, change)
 
 
-def test_the_first_lines_say_what_is_trained(tmp_path: Path) -> None:
+def test_the_first_lines_say_what_is_trained(tmp_path) -> None:
     code, console = run_command(
         *compose.TINY_CPU, "steps=3", "precision=bf16", "accumulation=4", "name=first", cwd=tmp_path
     )

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -124,7 +123,7 @@ def test_a_target_that_is_never_reached_is_refused(overrides: tuple[str, ...]) -
     ],
     ids=" ".join,
 )
-def test_a_run_may_end_by_each_metric_that_it_measures(overrides: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_run_may_end_by_each_metric_that_it_measures(overrides: tuple[str, ...], tmp_path) -> None:
     run = build_composed_run(*overrides, "steps=1", "device.threads=1")
     measured = train_in(tmp_path, run).result.evaluation
     with pytest.raises(ConfigError) as refusal:
@@ -136,7 +135,7 @@ WORSE_FROM_8 = [3.0, 2.0, 1.0, 0.5, *(1.0 + number for number in range(16))]
 """Losses of evaluations every two steps: the fourth, after step 8, is the best."""
 
 
-def test_a_run_without_improvement_ends_early_and_counts_as_done(tmp_path: Path) -> None:
+def test_a_run_without_improvement_ends_early_and_counts_as_done(tmp_path) -> None:
     run = build_composed_run(*TINY_CPU, *STEPS, LOSS, "stop.patience=3")
     ended = train_in(tmp_path, run, partial(replace_losses, WORSE_FROM_8))
     assert (ended.result.status, ended.result.steps) == ("done", 14)
@@ -146,7 +145,7 @@ def test_a_run_without_improvement_ends_early_and_counts_as_done(tmp_path: Path)
 
 
 @pytest.mark.parametrize("mode", ["ddp", "hogwild", "ensemble", "pipeline"])
-def test_all_ranks_stop_after_the_same_step(mode: str, ranks: Ranks, tmp_path: Path) -> None:
+def test_all_ranks_stop_after_the_same_step(mode: str, ranks: Ranks, tmp_path) -> None:
     overrides = (*TINY_CPU, *STEPS, f"parallel={mode}", LOSS, "stop.patience=3")
     change = partial(scripted_where_summarized, mode)
     if mode == "hogwild":  # which starts its own processes
@@ -165,7 +164,7 @@ def scripted_where_summarized(mode: str, run: Run, session: Session) -> None:
     replace_losses(losses, run, session)
 
 
-def test_resume_continues_the_count_of_patience(tmp_path: Path) -> None:
+def test_resume_continues_the_count_of_patience(tmp_path) -> None:
     def train(name: str, change: Callable[[Run, Session], None] | None, losses: list[float]) -> TrainedRun:
         def both(run: Run, session: Session) -> None:
             replace_losses(losses, run, session)
@@ -185,9 +184,7 @@ def test_resume_continues_the_count_of_patience(tmp_path: Path) -> None:
     assert (again.result.status, again.result.steps) == ("done", 14), "the rule is met already"
 
 
-def test_max_time_stops_each_invocation_and_the_resumed_run_is_bitwise_exact(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_max_time_stops_each_invocation_and_the_resumed_run_is_bitwise_exact(tmp_path, monkeypatch) -> None:
     """The clock advances by one second per step, and starts at zero in each invocation."""
     monkeypatch.setattr(StepTimer, "elapsed", lambda timer: float(timer._rounds))
     overrides = (*TINY_CPU, *STEPS, "steps=12")
@@ -198,9 +195,7 @@ def test_max_time_stops_each_invocation_and_the_resumed_run_is_bitwise_exact(
     assert_bitwise_equal(run_outcome(tmp_path / "parts"), run_outcome(wanted))
 
 
-def test_max_time_that_passes_while_a_stopped_run_is_saved_is_not_the_reason(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_max_time_that_passes_while_a_stopped_run_is_saved_is_not_the_reason(tmp_path, monkeypatch) -> None:
     clock, save = [0.0], State.save
     monkeypatch.setattr(StepTimer, "elapsed", lambda timer: clock[0])
     monkeypatch.setattr(State, "save", lambda state: (save(state), clock.__setitem__(0, 9.0)))
@@ -211,7 +206,7 @@ def test_max_time_that_passes_while_a_stopped_run_is_saved_is_not_the_reason(
 
 @pytest.mark.parametrize(("ranks_without_time", "ended"), [((0, 1), "stopped"), ((1,), "done")])
 def test_rank_0_decides_whether_max_time_has_passed_and_all_ranks_name_the_rule(
-    ranks_without_time: tuple[int, ...], ended: str, ranks: Ranks, tmp_path: Path
+    ranks_without_time: tuple[int, ...], ended: str, ranks: Ranks, tmp_path
 ) -> None:
     config = compose_config(*TINY_CPU, *STEPS, "steps=4", "parallel=ddp")
     results = ranks(2).call_on_all(train_on_rank, config, tmp_path, partial(without_time_on, ranks_without_time))
@@ -224,7 +219,7 @@ def without_time_on(without_time: tuple[int, ...], run: Run, session: Session) -
     run.stop.max_time = 1e-9 if session.rank in without_time else None
 
 
-def test_the_exit_code_is_0_after_a_target_and_75_after_max_time(tmp_path: Path) -> None:
+def test_the_exit_code_is_0_after_a_target_and_75_after_max_time(tmp_path) -> None:
     early = (*TINY_CPU, *STEPS, LOSS, "stop.target=100", "stop.max_time=100000")
     code, console = run_command(*early, cwd=tmp_path)
     assert code == 0, console

@@ -82,7 +82,7 @@ def test_the_first_step_that_diverges_is_named_and_its_batch_saved(
 )
 def test_a_loss_that_is_not_finite_is_found_at_the_next_log_or_checkpoint(
     trained: Callable[..., TrainedRun],
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch,
     bad: float,
     at: int,
     log_every: int,
@@ -99,7 +99,7 @@ def test_a_loss_that_is_not_finite_is_found_at_the_next_log_or_checkpoint(
 
 
 def test_a_run_that_diverges_on_a_full_disk_is_reported_as_diverged(
-    trained: Callable[..., TrainedRun], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    trained: Callable[..., TrainedRun], monkeypatch, caplog
 ) -> None:
     """The batch cannot be saved, and no incomplete file is left."""
 
@@ -120,7 +120,7 @@ def test_a_run_that_diverges_on_a_full_disk_is_reported_as_diverged(
     [("weight", "conv2.conv.weight"), ("moment", "exp_avg_sq of head.fc.bias"), ("metric", "eval/loss")],
 )
 def test_no_checkpoint_holds_a_number_that_is_not_finite(
-    trained: Callable[..., TrainedRun], monkeypatch: pytest.MonkeyPatch, part: str, named: str
+    trained: Callable[..., TrainedRun], monkeypatch, part: str, named: str
 ) -> None:
     save, evaluate = State.save, runner.training.evaluate
 
@@ -146,7 +146,7 @@ def test_no_checkpoint_holds_a_number_that_is_not_finite(
     assert run.result.best["step"] == 3
 
 
-def test_a_diverged_run_exits_with_3_and_resumes_with_a_smaller_rate(tmp_path: Path) -> None:
+def test_a_diverged_run_exits_with_3_and_resumes_with_a_smaller_rate(tmp_path) -> None:
     code, said = run_command(*TINY_CPU, *DIVERGING, "log_every=10", "save_every=1", "keep=9", cwd=tmp_path)
     assert code == 3, said
     [path] = tmp_path.glob("outputs/*/*")
@@ -168,7 +168,7 @@ def test_a_diverged_run_exits_with_3_and_resumes_with_a_smaller_rate(tmp_path: P
 
 
 def test_large_finite_values_are_saved_although_their_sum_overflows(
-    trained: Callable[..., TrainedRun], monkeypatch: pytest.MonkeyPatch
+    trained: Callable[..., TrainedRun], monkeypatch
 ) -> None:
     save = State.save
 
@@ -203,7 +203,7 @@ def test_the_result_agrees_with_the_curves(trained: Callable[..., TrainedRun]) -
     assert json.loads(json.dumps(result)) == result, "plain values"
 
 
-def test_rank_0_decides_which_evaluation_is_the_best(ranks: Ranks, tmp_path: Path) -> None:
+def test_rank_0_decides_which_evaluation_is_the_best(ranks: Ranks, tmp_path) -> None:
     """The saving of the best model is collective: a rank that alone saw an improvement would wait for the others."""
     config = compose_config(*TINY_CPU, "parallel=ddp", "steps=8", "eval_every=2", "save_every=0", "keep=9")
     result = ranks(2).train(config, tmp_path, improve_on_other_ranks)
@@ -270,7 +270,7 @@ SYNC_CASES = [
 
 
 @pytest.mark.parametrize("overrides", SYNC_CASES)
-def test_no_tensor_value_is_read_between_logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: Any) -> None:
+def test_no_tensor_value_is_read_between_logs(tmp_path, monkeypatch, overrides: Any) -> None:
     run = build_composed_run(*TINY_CPU, "steps=12", "log_every=4", "eval_every=0", "save_every=0", *overrides)
     detector, active = SyncDetector(), []
 
@@ -310,9 +310,7 @@ def test_operations_that_synchronize_are_detected() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("overrides", SYNC_CASES)
-def test_no_step_synchronizes_with_cuda_between_logs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: Any
-) -> None:
+def test_no_step_synchronizes_with_cuda_between_logs(tmp_path, monkeypatch, overrides: Any) -> None:
     run = build_composed_run(
         *TINY_CPU, "device=cuda", "data.crop=2", "steps=60", "log_every=20", "eval_every=0", "save_every=0", *overrides
     )
@@ -327,7 +325,7 @@ def test_no_step_synchronizes_with_cuda_between_logs(
 @pytest.mark.parametrize(
     "mode", [("batch_size=1",), ("parallel=pipeline", "parallel.engine=streams", "parallel.split_size=1")]
 )
-def test_batch_normalization_of_a_single_value_is_refused(tmp_path: Path, mode: tuple[str, ...]) -> None:
+def test_batch_normalization_of_a_single_value_is_refused(tmp_path, mode: tuple[str, ...]) -> None:
     """On one device, a step fails; a pipeline fails earlier, when it measures the blocks of the model."""
     small = ("model=resnet18", "data=synthetic", "data.size=32", "device=cpu", "batch_size=4", "steps=1")
     code, said = run_in_this_process([*small, *mode], tmp_path)

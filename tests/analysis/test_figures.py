@@ -45,7 +45,7 @@ class Sweep:
 
 
 @pytest.fixture
-def sweep(tmp_path: Path) -> Sweep:
+def sweep(tmp_path) -> Sweep:
     return Sweep(tmp_path / "sweep")
 
 
@@ -185,7 +185,7 @@ def test_the_training_metric_is_drawn_if_the_metric_was_evaluated_only_once(swee
     assert figures["curves"].axes[0].get_ylabel() == "train/accuracy"
 
 
-def test_pictures_replace_those_of_an_earlier_call(sweep: Sweep, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pictures_replace_those_of_an_earlier_call(sweep: Sweep, capsys) -> None:
     sweep.add(3.0, "workload=resnet50")
     out = sweep.path / "plots"
     assert plot.main([str(sweep.path)]) == 0
@@ -206,7 +206,7 @@ def test_pictures_replace_those_of_an_earlier_call(sweep: Sweep, capsys: pytest.
         assert numpy.asarray(Image.open(out / name)).std() > 10, "not a blank sheet"
 
 
-def test_links_and_files_of_other_programs_are_not_replaced(sweep: Sweep, tmp_path: Path) -> None:
+def test_links_and_files_of_other_programs_are_not_replaced(sweep: Sweep, tmp_path) -> None:
     for mode in ("single", "model"):
         sweep.add(1.0, f"parallel={mode}")
     out, elsewhere = sweep.path / "plots", tmp_path / "elsewhere"
@@ -227,9 +227,7 @@ def test_links_and_files_of_other_programs_are_not_replaced(sweep: Sweep, tmp_pa
     assert elsewhere.read_bytes() == before
 
 
-def test_several_sweeps_are_plotted_together_in_their_common_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_several_sweeps_are_plotted_together_in_their_common_directory(tmp_path, monkeypatch) -> None:
     for name, mode in (("first", "single"), ("second", "model")):
         Sweep(tmp_path / "name" / name).add(1.0, f"parallel={mode}")
     monkeypatch.chdir(tmp_path)
@@ -241,9 +239,7 @@ def test_several_sweeps_are_plotted_together_in_their_common_directory(
     (["crashed"], "PATH: got 'crashed': none of its runs is done\n"),
     (["sweep", "--out", "file"], "--out: got 'file': nothing can be written there (it is not a directory)\n"),
 )
-def test_what_cannot_be_plotted_is_refused(
-    arguments: list[str], why: str, sweep: Sweep, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_plotted_is_refused(arguments: list[str], why: str, sweep: Sweep, monkeypatch, capsys) -> None:
     monkeypatch.chdir(sweep.path.parent)
     sweep.add(1.0)
     Path("file").write_text("")
@@ -270,7 +266,7 @@ BROKEN: dict[str, Callable[[Path], object]] = {
 }
 
 
-def test_damaged_files_do_not_stop_plotting(sweep: Sweep, capsys: pytest.CaptureFixture[str]) -> None:
+def test_damaged_files_do_not_stop_plotting(sweep: Sweep, capsys) -> None:
     for lr in (0.1, 0.2):
         log_curve(sweep.add(2.0, f"optimizer.lr={lr}"), {1: 0.1, 2: 0.2, 3: 0.3})
     names = ("config.yaml", "result.json", "environment.json", "events.out.tfevents.0000000001")
@@ -298,9 +294,7 @@ HOSTILE = {
 """Texts in the files of a run, and how they are drawn: what matplotlib and rich would interpret is escaped."""
 
 
-def test_special_characters_in_values_keys_and_metrics_are_escaped(
-    sweep: Sweep, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_special_characters_in_values_keys_and_metrics_are_escaped(sweep: Sweep, capsys) -> None:
     for kind, text in enumerate(HOSTILE):
         for value in (text, "b", 10**400):
             directory = sweep.add(1.0, **evaluation_entries(0.5, 0.5, FORMULA))

@@ -13,7 +13,7 @@ from runner.storage.run_directory import lock
 
 
 @pytest.fixture
-def outputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def outputs(tmp_path, monkeypatch) -> Path:
     """Return a directory with three runs, one killed, and a sweep, whose jobs are done, crashed, and refused."""
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "outputs"
@@ -40,7 +40,7 @@ def names(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
     return [Path(entry["directory"]).name for entry in listed(capsys, *arguments)]
 
 
-def test_runs_are_listed_by_date_with_their_numbers(outputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_are_listed_by_date_with_their_numbers(outputs: Path, capsys) -> None:
     entries = listed(capsys)
     assert [(Path(entry["directory"]).name, entry["status"], entry["steps"], entry["best"]) for entry in entries] == [
         ("old", "done", 7, 0.7),
@@ -65,13 +65,11 @@ def test_runs_are_listed_by_date_with_their_numbers(outputs: Path, capsys: pytes
     (["outputs/sweeps"], ["000-a", "001-b"]),
     (["outputs/other/new"], ["new"]),
 )
-def test_filters_select_the_listed_runs(
-    arguments: list[str], wanted: list[str], outputs: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_filters_select_the_listed_runs(arguments: list[str], wanted: list[str], outputs: Path, capsys) -> None:
     assert names(capsys, *arguments) == wanted
 
 
-def test_paths_are_printed_for_other_commands(outputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_paths_are_printed_for_other_commands(outputs: Path, capsys) -> None:
     words = ["--status", "crashed,killed", "--paths"]
     assert runs.main(words) == 0
     assert capsys.readouterr().out == "outputs/classifier/killed\noutputs/sweeps/s/2026/001-b\n"
@@ -82,9 +80,7 @@ def test_paths_are_printed_for_other_commands(outputs: Path, capsys: pytest.Capt
     assert capsys.readouterr().out == "outputs/sweeps/s/2026/001-b\n", "a run that holds its lock is running"
 
 
-def test_config_directories_and_symbolic_links_are_not_listed_as_runs(
-    outputs: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_config_directories_and_symbolic_links_are_not_listed_as_runs(outputs: Path, capsys) -> None:
     elsewhere = write_run_directory(outputs.parent / "elsewhere" / "run")
     (outputs / "conf").mkdir()
     (outputs / "conf" / "config.yaml").write_text("a: 1\n")
@@ -108,8 +104,6 @@ def test_config_directories_and_symbolic_links_are_not_listed_as_runs(
     (["x" * 300], "PATH: got 'xxx"),
     (["--clean"], "--clean: there is no such flag;"),
 )
-def test_invalid_arguments_are_refused(
-    arguments: list[str], why: str, outputs: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_invalid_arguments_are_refused(arguments: list[str], why: str, outputs: Path, capsys) -> None:
     assert runs.main(arguments) == 2
     assert capsys.readouterr().err.startswith(why)

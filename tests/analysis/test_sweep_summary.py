@@ -46,7 +46,7 @@ GRID: list[Job] = [
 
 
 @pytest.fixture
-def grid(tmp_path: Path) -> Path:
+def grid(tmp_path) -> Path:
     return save_sweep(tmp_path / "sweep", *GRID)
 
 
@@ -61,7 +61,7 @@ def test_the_columns_are_the_swept_keys_and_the_metrics_of_the_workload(grid: Pa
     assert [row["status"] for row in rows] == [["STATUS_SUCCESS"]] * 3 + [["STATUS_UNKNOWN"]]
 
 
-def test_values_have_one_type_and_one_spelling_in_the_rows_and_in_the_column(tmp_path: Path) -> None:
+def test_values_have_one_type_and_one_spelling_in_the_rows_and_in_the_column(tmp_path) -> None:
     """TensorBoard finds the rows of a value only if it equals the value of the column."""
     values = [("null", "auto", "'16'", "[8]"), ("1.5", "4", "bf16", "[4,4]"), ("2", "4", "bf16", "[4, 4]")]
     jobs: list[Job] = [
@@ -108,7 +108,7 @@ def test_the_tables_have_the_best_jobs_and_the_failures(grid: Path) -> None:
 
 
 @pytest.mark.parametrize("metric", ["eval/accuracy", "eval/loss"])
-def test_the_best_job(metric: str, tmp_path: Path) -> None:
+def test_the_best_job(metric: str, tmp_path) -> None:
     path = save_sweep(tmp_path, *(([f"optimizer.lr={lr}"], None) for lr in range(1, 5)))
     for run, (best, last) in {"000-job": (0.7, 0.75), "001-job": (0.9, 0.95), "003-job": (0.8, 0.85)}.items():
         flip = -1 if metric == "eval/accuracy" else 1  # the last value is worse than the best one
@@ -118,7 +118,7 @@ def test_the_best_job(metric: str, tmp_path: Path) -> None:
     assert find_best(path) == f"best {metric} {value}: {number:03d}-job"
 
 
-def test_jobs_that_differ_only_in_their_seed_are_compared_by_their_mean(tmp_path: Path) -> None:
+def test_jobs_that_differ_only_in_their_seed_are_compared_by_their_mean(tmp_path) -> None:
     """The highest value is one of the learning rate 2, whose mean is lower; of the rate 3, one seed has crashed."""
     values = {("1", 0): 0.75, ("1", 1): 0.85, ("2", 0): 0.95, ("2", 1): 0.25, ("3", 0): 0.9, ("3", 1): None}
     jobs: list[Job] = [([f"optimizer.lr={rate}", f"seed={seed}"], value) for (rate, seed), value in values.items()]
@@ -131,7 +131,7 @@ def test_jobs_that_differ_only_in_their_seed_are_compared_by_their_mean(tmp_path
     assert find_best(seeds) == "eval/accuracy 0.800 ± 0.071, the mean of 2 seeds"
 
 
-def test_a_sweep_without_results_has_no_best_job_and_no_summary(tmp_path: Path) -> None:
+def test_a_sweep_without_results_has_no_best_job_and_no_summary(tmp_path) -> None:
     path = save_sweep(tmp_path / "sweep", (["seed=0"], None), (["seed=1"], None))
     for each in (path, tmp_path / "absent"):
         write_summary(each)
@@ -140,7 +140,7 @@ def test_a_sweep_without_results_has_no_best_job_and_no_summary(tmp_path: Path) 
     assert not (tmp_path / "absent").exists()
 
 
-def test_a_summary_that_cannot_be_written_is_a_warning(grid: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_summary_that_cannot_be_written_is_a_warning(grid: Path, caplog) -> None:
     (grid / "events.out.tfevents.1700000000").mkdir()
     with caplog.at_level(logging.WARNING):
         write_summary(grid)

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("elsewhere")
 WORDS = [*TINY_CPU, "steps=6", "eval_every=3"]
 
 
-def test_training_from_python_ends_with_the_weights_of_the_command(tmp_path: Path) -> None:
+def test_training_from_python_ends_with_the_weights_of_the_command(tmp_path) -> None:
     (tmp_path / "here").mkdir()
     code, output = run_command(*WORDS, cwd=tmp_path / "there")
     assert code == 0, output
@@ -84,9 +84,7 @@ def fail(*_: object, **__: object) -> None:
     raise ZeroDivisionError("on purpose")
 
 
-def test_a_crash_is_raised_with_its_cause_and_the_result(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_crash_is_raised_with_its_cause_and_the_result(monkeypatch, capfd) -> None:
     monkeypatch.setattr(training, "evaluate", fail)
     with pytest.raises(runner.CrashedError, match="ZeroDivisionError: on purpose") as crash:
         runner.train(WORDS)
@@ -103,7 +101,7 @@ def test_a_crash_is_raised_with_its_cause_and_the_result(
 
 
 def test_a_resumed_run_that_crashes_before_its_first_step_keeps_its_step_count(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch,
 ) -> None:
     directory = runner.train(WORDS).directory
     monkeypatch.setattr(training, "prepare", fail)
@@ -118,7 +116,7 @@ def test_a_run_that_diverged_has_a_result() -> None:
     assert "not finite at step" in result.error
 
 
-def test_a_stop_signal_ends_the_training_and_not_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stop_signal_ends_the_training_and_not_the_program(monkeypatch) -> None:
     step = training.train_step
 
     def interrupted(state: training.State, *rest: object) -> torch.Tensor | None:
@@ -132,9 +130,7 @@ def test_a_stop_signal_ends_the_training_and_not_the_program(monkeypatch: pytest
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_a_run_out_of_memory_is_told_what_it_needs_and_what_would_need_less(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_run_out_of_memory_is_told_what_it_needs_and_what_would_need_less(monkeypatch, tmp_path) -> None:
     words = ["model=convnet", "data=synthetic", "data.size=16", "batch_size=256", "device=cpu", "steps=3"]
     words += ["eval_every=0", f"output_root={tmp_path}"]
     step = training.train_step
@@ -171,7 +167,7 @@ def test_a_thread_can_train() -> None:
     assert results[0].status == "done"
 
 
-def test_imports_and_runs_in_a_notebook_leave_the_process_as_it_was(tmp_path: Path) -> None:
+def test_imports_and_runs_in_a_notebook_leave_the_process_as_it_was(tmp_path) -> None:
     write_images(tmp_path / "photos")
     code = "import helpers.process_settings; helpers.process_settings.main()"
     words = [sys.executable, "-c", code, str(tmp_path / "photos")]

@@ -33,13 +33,13 @@ def _fork_server() -> None:
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> runner.SavedRun:
+def run(tmp_path_factory) -> runner.SavedRun:
     """A run that tests only read."""
     return trained("seed=5", f"output_root={tmp_path_factory.mktemp('run')}")
 
 
 @pytest.fixture
-def copy(run: runner.SavedRun, tmp_path: Path) -> runner.SavedRun:
+def copy(run: runner.SavedRun, tmp_path) -> runner.SavedRun:
     """A copy of the run, which tests may change."""
     return runner.load(shutil.copytree(run.directory, tmp_path / "copy"))
 
@@ -72,7 +72,7 @@ def test_the_model_has_the_weights_of_the_checkpoint_and_is_in_eval_mode(run: ru
     assert all(torch.equal(tensor, wanted[name]) for name, tensor in model.state_dict().items())
 
 
-def test_the_model_needs_neither_the_data_nor_the_initial_weights(tmp_path: Path) -> None:
+def test_the_model_needs_neither_the_data_nor_the_initial_weights(tmp_path) -> None:
     write_images(tmp_path / "photos")
     torch.save(build_composed_run(*TINY_CPU).workload.model.network((3, 8, 8), 2).state_dict(), "initial.pt")
     options = ("data=imagefolder", "data.root=photos", "data.size=8", "data.workers=0", "batch_size=8")
@@ -147,7 +147,7 @@ def test_invalid_evaluations_are_config_errors_that_name_the_key(
     assert error.value.key == key
 
 
-def test_a_directory_that_is_no_run_is_refused(run: runner.SavedRun, tmp_path: Path) -> None:
+def test_a_directory_that_is_no_run_is_refused(run: runner.SavedRun, tmp_path) -> None:
     for directory, why in ((run.checkpoint("last"), "it is a checkpoint"), (tmp_path, "there is no run")):
         with pytest.raises(runner.ConfigError, match=why) as error:
             runner.load(directory)
@@ -179,7 +179,7 @@ def test_a_damaged_checkpoint_is_refused_and_last_means_the_previous_one(file: s
     assert copy.classes == copy.signature(8)["classes"], "those of the newest intact checkpoint"
 
 
-def test_predictions_are_those_of_the_evaluation(tmp_path: Path) -> None:
+def test_predictions_are_those_of_the_evaluation(tmp_path) -> None:
     """The probabilities equal those of the network for the inputs of the evaluation, bit for bit."""
     write_images(tmp_path / "photos")
     options = ("data.root=photos", "data.size=8", "data.center=0.75", "data.workers=0", "batch_size=8")
@@ -211,7 +211,7 @@ def test_images_are_converted_to_gray_for_a_model_with_gray_inputs(run: runner.S
     assert torch.equal(run.image_input().read("rgb.png"), pixels[None])
 
 
-def test_files_without_permission_are_an_error(tmp_path: Path) -> None:
+def test_files_without_permission_are_an_error(tmp_path) -> None:
     """Otherwise, images would be missing from the predictions."""
     secret = tmp_path / "images" / "secret"
     secret.mkdir(parents=True)

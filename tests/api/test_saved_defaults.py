@@ -17,7 +17,7 @@ STEPS = ("steps=4", "save_every=2", "eval_every=0", "log_every=1")
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("trained")
     words = [*TINY_CPU, *STEPS, "optimizer=adam", "optimizer.lr=0.002", "name=first", f"output_root={root}"]
     directory = runner.train(words).directory
@@ -26,7 +26,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def run(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def run(trained: Path, tmp_path, monkeypatch) -> Path:
     """Return a copy of the run directory, as if it came from an untrusted source."""
     (tmp_path / "cwd").mkdir()
     monkeypatch.chdir(tmp_path / "cwd")
@@ -70,7 +70,7 @@ def test_the_saved_values_are_the_defaults(run: Path) -> None:
 
 
 @pytest.mark.parametrize("folder", ["experiment", "local"])
-def test_an_option_file_cannot_name_the_run_to_resume(folder: str, run: Path, tmp_path: Path) -> None:
+def test_an_option_file_cannot_name_the_run_to_resume(folder: str, run: Path, tmp_path) -> None:
     before = tree(run)
     mine = tmp_path / "mine" / folder / "default.yaml"
     mine.parent.mkdir(parents=True)
@@ -125,7 +125,7 @@ HOSTILE: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("values", HOSTILE.values(), ids=HOSTILE.keys())
-def test_a_hostile_config_is_refused_and_nothing_is_written(values: dict[str, Any], run: Path, tmp_path: Path) -> None:
+def test_a_hostile_config_is_refused_and_nothing_is_written(values: dict[str, Any], run: Path, tmp_path) -> None:
     change(run, **values)
     before = tree(tmp_path)
     error = refused(f"resume={run}")
@@ -134,7 +134,7 @@ def test_a_hostile_config_is_refused_and_nothing_is_written(values: dict[str, An
     assert tree(tmp_path) == before
 
 
-def test_a_download_has_to_be_typed_again(run: Path, tmp_path: Path) -> None:
+def test_a_download_has_to_be_typed_again(run: Path, tmp_path) -> None:
     """If a saved config could turn on `data.download`, it could make the command write files to any directory."""
     mnist = {"_target_": "runner.data.torchvision_data.Mnist", "root": str(tmp_path / "elsewhere"), "download": True}
     change(run, data=mnist)
@@ -150,9 +150,7 @@ def test_a_download_has_to_be_typed_again(run: Path, tmp_path: Path) -> None:
     ("env.base.Env", "id", "mine:Game-v0"),
     ("optimizer.SGD", "lr", "${oc.env:LR}"),
 )
-def test_what_is_not_trusted_has_to_be_typed_again(
-    node: str, key: str, value: str, run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_not_trusted_has_to_be_typed_again(node: str, key: str, value: str, run: Path, monkeypatch) -> None:
     monkeypatch.setenv("LR", "0.5")
     group = node.partition(".")[0]
     change(run, **{group: {"_target_": f"runner.{node}", key: value}})
@@ -169,7 +167,7 @@ def test_an_environment_variable_in_a_saved_config_is_not_printed_or_saved(run: 
     assert "treasure" not in console + "".join(map(str, tree(run).values()))
 
 
-def test_an_environment_variable_is_used_but_its_value_is_not_saved(tmp_path: Path) -> None:
+def test_an_environment_variable_is_used_but_its_value_is_not_saved(tmp_path) -> None:
     typed = (*TINY_CPU, *STEPS, "optimizer.weight_decay=${oc.env:DECAY}")
     run_successfully(tmp_path, *typed, DECAY="0.2516273")
     [run] = tmp_path.glob("outputs/*/*")

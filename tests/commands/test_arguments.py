@@ -42,7 +42,7 @@ def test_a_mistake_is_refused_with_a_suggestion(words: list[str], key: str, reme
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_subcommand_refuses_an_unknown_flag_and_has_a_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_subcommand_refuses_an_unknown_flag_and_has_a_help(name: str, capsys) -> None:
     main = importlib.import_module(f"runner.commands.{name}").main
     assert main(["--sumary", "x"]) == 2
     assert capsys.readouterr().err.splitlines()[0] == "--sumary: there is no such flag;"
@@ -57,7 +57,7 @@ def test_every_subcommand_refuses_an_unknown_flag_and_has_a_help(name: str, caps
     (KeyboardInterrupt("s3cret"), 130, "interrupted"),
 )
 def test_an_error_of_a_subcommand_is_its_exit_code_and_is_printed_without_secrets(
-    error: BaseException, code: int, words: str, capsys: pytest.CaptureFixture[str]
+    error: BaseException, code: int, words: str, capsys
 ) -> None:
     @command
     def main(arguments: object) -> int:

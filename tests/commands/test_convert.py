@@ -25,7 +25,7 @@ RUN = ("steps=4", "save_every=1", "eval_every=2", "keep=4", "optimizer.lr=0.2", 
 
 
 @pytest.fixture(scope="module")
-def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def original(tmp_path_factory) -> Path:
     """A run of four steps with a checkpoint after every step, and evaluations after steps 2 and 4."""
     result = runner.train([*TINY_CPU, *RUN, f"output_root={tmp_path_factory.mktemp('convert')}"])
     assert result.directory is not None
@@ -33,7 +33,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def run(original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def run(original: Path, tmp_path, monkeypatch) -> Path:
     """A copy of the run."""
     monkeypatch.chdir(tmp_path)
     return Path(shutil.copytree(original, tmp_path / "runs" / "run"))
@@ -97,7 +97,7 @@ def test_each_format_has_the_weights_and_a_conversion_back_or_in_place_is_byte_i
     assert (signature["classes"], signature["inputs"]) == ([str(digit) for digit in range(10)], [1, 8, 8])
 
 
-def test_views_and_tied_tensors_are_written_without_their_shared_storage(tmp_path: Path) -> None:
+def test_views_and_tied_tensors_are_written_without_their_shared_storage(tmp_path) -> None:
     base = torch.randn(1000, 4)
     weights = {"view": base[:2], "tied": base[:2], "turned": base[:3].T}
     torch.save(weights, tmp_path / "in.pt")
@@ -107,7 +107,7 @@ def test_views_and_tied_tensors_are_written_without_their_shared_storage(tmp_pat
         assert (tmp_path / name).stat().st_size < 4000 < (tmp_path / "in.pt").stat().st_size
 
 
-def test_a_run_starts_from_exactly_the_converted_weights(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_starts_from_exactly_the_converted_weights(run: Path, capsys) -> None:
     for name, flags in {"plain.safetensors": [], "of mine.pt": ["--module-prefix"]}.items():
         assert converted(run, name, "--checkpoint=last", *flags) == 0
         said = capsys.readouterr().out
@@ -131,16 +131,12 @@ def test_an_exported_torch_program_has_the_outputs_of_the_model(run: Path) -> No
         torch.testing.assert_close(program(inputs), original.model()(inputs), rtol=0, atol=1e-5)
 
 
-def test_a_program_whose_outputs_differ_from_the_model_is_not_written(
-    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_program_whose_outputs_differ_from_the_model_is_not_written(run: Path, monkeypatch, capsys) -> None:
     monkeypatch.setitem(convert.PROGRAMS, ".pt2", lambda model, inputs, *_: model(inputs) * 1.001 + 0.001)
     assert "its outputs differ from those of the model by 0.00" in refusal(capsys, run, "model.pt2")
 
 
-def test_damaged_checkpoints_and_those_of_another_schema_are_refused(
-    run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_damaged_checkpoints_and_those_of_another_schema_are_refused(run: Path, capsys) -> None:
     weights = checkpoint(run, 2) / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"?")
     rewrite_manifest(checkpoint(run, 4), schema=99)
@@ -149,7 +145,7 @@ def test_damaged_checkpoints_and_those_of_another_schema_are_refused(
             assert why in refusal(capsys, run, out, f"--checkpoint={choice}")
 
 
-def test_weights_that_the_manifest_does_not_list_are_not_opened(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_weights_that_the_manifest_does_not_list_are_not_opened(run: Path, capsys) -> None:
     """Here, they are a named pipe without a writer, whose opening would block forever."""
     file = checkpoint(run, 4) / "model.safetensors"
     file.unlink()
@@ -159,9 +155,7 @@ def test_weights_that_the_manifest_does_not_list_are_not_opened(run: Path, capsy
     assert "it is not a regular file" in refusal(capsys, file, "out.pt")
 
 
-def test_a_best_checkpoint_that_is_missing_unknown_or_forged_is_refused(
-    run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_best_checkpoint_that_is_missing_unknown_or_forged_is_refused(run: Path, capsys) -> None:
     file = checkpoint(run, 4) / "state.pt"
     shutil.rmtree(checkpoint(run, 2))
     for best, why in (
@@ -176,9 +170,7 @@ def test_a_best_checkpoint_that_is_missing_unknown_or_forged_is_refused(
         assert why in refusal(capsys, run, "out.pt")
 
 
-def test_invalid_sources_destinations_and_flags_are_refused_by_key(
-    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_invalid_sources_destinations_and_flags_are_refused_by_key(run: Path, capsys, monkeypatch) -> None:
     monkeypatch.setattr(convert, "is_installed", lambda name: False)
     torch.save({"lr": 0.1}, "no_weights.pt")
     torch.save({"weight": torch.ones(2)}, "weights.pt")
@@ -203,7 +195,7 @@ def test_invalid_sources_destinations_and_flags_are_refused_by_key(
         assert why in output, output
 
 
-def test_a_full_disk_leaves_the_existing_file_unchanged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_full_disk_leaves_the_existing_file_unchanged(tmp_path, capsys) -> None:
     source, out, name = tmp_path / "in.safetensors", tmp_path / "weights.pt", "weights.pt"
     save_file({"a": torch.zeros(3)}, source)
     out.write_text("precious")

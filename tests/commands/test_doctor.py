@@ -28,7 +28,7 @@ CLOCKS = {"GPU-a-0": ((1200, 1980), (2600, 2619)), "GPU-b-1": ((3, 4), (3, 4))}
 
 
 @pytest.fixture
-def two_cards(monkeypatch: pytest.MonkeyPatch) -> None:
+def two_cards(monkeypatch) -> None:
     """Two different CUDA devices: the second is the current one, and only the first has peer access to the other."""
     simulate_accelerators(monkeypatch, 2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: CARDS[torch.device(device).index])
@@ -46,7 +46,7 @@ def computing(monkeypatch: pytest.MonkeyPatch, **answers: bool) -> None:
 
 
 @pytest.fixture
-def nvml(monkeypatch: pytest.MonkeyPatch) -> None:
+def nvml(monkeypatch) -> None:
     """A fake NVML that finds devices by their UUIDs, which are those of CUDA, unlike the indices."""
     fake = SimpleNamespace(
         nvmlInit=lambda: None,
@@ -112,7 +112,7 @@ def test_each_of_two_devices_is_reported_with_its_own_values() -> None:
 
 
 @pytest.mark.usefixtures("two_cards", "nvml")
-def test_clocks_need_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clocks_need_nvml(monkeypatch) -> None:
     def fails() -> None:
         raise OSError("NVML Shared Library Not Found")
 
@@ -125,9 +125,7 @@ def test_clocks_need_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "MHz" not in row_of(rendered_report(report), "cuda:0")
 
 
-def test_a_machine_without_cuda_is_reported(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_machine_without_cuda_is_reported(monkeypatch, capsys) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)  # import pynvml raises ImportError
     simulate_accelerators(monkeypatch, 0)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -145,7 +143,7 @@ def test_a_machine_without_cuda_is_reported(
     assert "12.9 GB" in row_of(rendered_report(doctor.gather()), "mps")
 
 
-def test_a_driver_that_warns_or_raises_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_driver_that_warns_or_raises_is_a_finding(monkeypatch) -> None:
     def broken() -> bool:
         warnings.warn("CUDA initialization: driver too old\nsee there", stacklevel=1)
         raise RuntimeError("CUDA unknown error")
@@ -159,7 +157,7 @@ def test_a_driver_that_warns_or_raises_is_a_finding(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.usefixtures("two_cards", "nvml")
-def test_a_device_that_cannot_compute_is_reported_as_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_that_cannot_compute_is_reported_as_a_finding(monkeypatch) -> None:
     def computes(device: str) -> bool:
         if device == "cuda:1":
             raise RuntimeError("no kernel image is available for execution on the device")
@@ -174,9 +172,7 @@ def test_a_device_that_cannot_compute_is_reported_as_a_finding(monkeypatch: pyte
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda", "mps"])
 @pytest.mark.parametrize("modern", [True, False])
-def test_the_meaning_of_a_precision_depends_on_what_the_device_computes(
-    kind: str, modern: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_meaning_of_a_precision_depends_on_what_the_device_computes(kind: str, modern: bool, monkeypatch) -> None:
     has_float64 = modern and kind != "mps"
     computing(monkeypatch, has_tf32=modern and kind == "cuda", has_float64=has_float64, scales_float16=modern)
     found = doctor.meanings_on(torch.device(kind), ["avx2", *["amx_bf16"] * modern])

@@ -25,7 +25,7 @@ def test_help_lists_every_option_and_every_key_with_its_description() -> None:
     assert max(map(len, lines)) <= 160
 
 
-def test_help_lists_the_options_of_a_config_dir(tmp_path: Path) -> None:
+def test_help_lists_the_options_of_a_config_dir(tmp_path) -> None:
     more = tmp_path / "more"
     (more / "model").mkdir(parents=True)
     (more / "model" / "mine.yaml").write_text("# python -m runner model=mine\n# A network of my own.\n")
@@ -43,11 +43,11 @@ def test_help_lists_the_keys_of_the_chosen_options_with_those_that_they_inherit(
     assert "bucket_mb" not in help_text()
 
 
-def test_version_prints_the_version_of_this_project(tmp_path: Path) -> None:
+def test_version_prints_the_version_of_this_project(tmp_path) -> None:
     assert run_command("--version", cwd=tmp_path, kind="no-torch") == (0, f"runner {__version__}\n")
 
 
-def test_bash_completes_subcommands_options_and_leaves_paths_to_bash(tmp_path: Path) -> None:
+def test_bash_completes_subcommands_options_and_leaves_paths_to_bash(tmp_path) -> None:
     (tmp_path / "mine" / "model").mkdir(parents=True)
     (tmp_path / "mine" / "model" / "resnet9.yaml").touch()
     cases = {

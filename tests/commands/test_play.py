@@ -47,7 +47,7 @@ class Corridor(gymnasium.Env):
 
 
 @pytest.fixture(scope="module")
-def agent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[runner.Result]:
+def agent(tmp_path_factory) -> Iterator[runner.Result]:
     """An agent in the corridor, that tests only read."""
     spec = EnvSpec("Corridor-v0", Corridor, disable_env_checker=True)  # pyright: ignore[reportArgumentType]
     words = ["workload=dqn", "env.id=Corridor-v0", "steps=40", "workload.warm_up=100", "workload.eval_episodes=5"]
@@ -72,9 +72,7 @@ def by_hand(run: runner.Result, seed: int) -> tuple[float, int, list[int]]:
     return total, env.steps, places
 
 
-def test_the_film_and_the_returns_are_those_of_the_greedy_policy(
-    agent: runner.Result, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_film_and_the_returns_are_those_of_the_greedy_policy(agent: runner.Result, capsys) -> None:
     arguments = [str(agent.directory), "--film", "agent.gif", "--episodes", "4", "--seed", "3"]
     capsys.readouterr()
     assert play.main(arguments) == 0
@@ -93,9 +91,7 @@ def test_the_film_and_the_returns_are_those_of_the_greedy_policy(
     assert len(set(every_other)) > 1
 
 
-def test_mistakes_are_refused_with_the_key(
-    agent: runner.Result, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mistakes_are_refused_with_the_key(agent: runner.Result, capsys, monkeypatch) -> None:
     monkeypatch.setattr(play, "_MAX_FRAMES", 2)
     Path("link.gif").symlink_to("elsewhere.gif")
     classifier = runner.train([*TINY_CPU, "steps=1"])
@@ -123,7 +119,7 @@ def test_mistakes_are_refused_with_the_key(
 
 
 def test_a_window_shows_the_episode_and_without_a_display_a_film_is_suggested(
-    agent: runner.Result, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    agent: runner.Result, monkeypatch, capsys
 ) -> None:
     modes: list[str | None] = []
     create: Callable[..., None] = Corridor.__init__

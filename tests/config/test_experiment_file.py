@@ -34,13 +34,13 @@ def test_the_last_choice_of_a_group_counts_and_deleted_keys_are_left_out() -> No
     ["data=imagefolder", "data.root=/data/run #1", "name=007"],
     ids=" ".join,
 )
-def test_a_written_experiment_composes_to_the_config_of_its_overrides(overrides: list[str], tmp_path: Path) -> None:
+def test_a_written_experiment_composes_to_the_config_of_its_overrides(overrides: list[str], tmp_path) -> None:
     written(overrides, tmp_path)
     typed = Composer().run(overrides).config
     assert Composer(str(tmp_path)).run(["experiment=best"]).config == typed
 
 
-def test_options_of_user_defined_groups_are_written_to_the_experiment(tmp_path: Path) -> None:
+def test_options_of_user_defined_groups_are_written_to_the_experiment(tmp_path) -> None:
     file = tmp_path / "mine" / "mine.yaml"
     file.parent.mkdir()
     file.write_text("a: 1\nb: 2\n")

@@ -1,7 +1,5 @@
 """Tests of `runner.config.overrides`, which checks and quotes overrides, and of `other_names`."""
 
-from pathlib import Path
-
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
@@ -80,7 +78,7 @@ def test_paths_of_runs_and_files_need_no_quotes() -> None:
     assert text_override("env.id", "1=2") == "\"env.id='1=2'\"", "Hydra would read it as something else"
 
 
-def test_a_tilde_at_the_beginning_of_a_path_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tilde_at_the_beginning_of_a_path_is_expanded(monkeypatch) -> None:
     monkeypatch.setenv("HOME", "/me")
     assert quoted("output_root=~/runs", sweep=False) == "output_root=/me/runs"
     assert quoted("name=~", sweep=False) == "name='~'"
@@ -96,7 +94,7 @@ def test_groups_are_the_folders_of_conf_with_numeric_options_in_order() -> None:
 
 
 @pytest.mark.parametrize("prefix", ["", "+", "++"])
-def test_resumed_returns_the_directory_that_resume_names(prefix: str, tmp_path: Path) -> None:
+def test_resumed_returns_the_directory_that_resume_names(prefix: str, tmp_path) -> None:
     assert resumed(["seed=1"]) is None
     assert resumed([f"{prefix}resume=auto"]) is None
     assert resumed([f"{prefix}resume={tmp_path}"]) == tmp_path

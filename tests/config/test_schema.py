@@ -149,7 +149,7 @@ def whole(**values: Any) -> Part:
 
 
 @pytest.fixture(autouse=True)
-def _whole_can_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def _whole_can_be_named(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "runner.tests", sys.modules[__name__])
 
 
@@ -178,9 +178,7 @@ def test_build_refuses_wrong_types_unknown_keys_and_missing_values(values: dict,
 
 
 @pytest.mark.parametrize("value", ["${oc.env:MINE}", ["${oc.env:MINE}"]])
-def test_an_error_does_not_contain_the_value_of_an_environment_variable(
-    value: object, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_does_not_contain_the_value_of_an_environment_variable(value: object, monkeypatch) -> None:
     monkeypatch.setenv("MINE", "hunter2")
     with pytest.raises(ConfigError, match="its value has a wrong type") as refusal:
         whole(number=1, numbers=value)
@@ -211,7 +209,7 @@ def test_components_of_others_may_have_paths_enums_and_bare_tuples() -> None:
     assert (refusal.value.key, refusal.value.got) == ("other.color", "BLUE")
 
 
-def test_references_to_environment_variables_are_resolved_and_converted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_references_to_environment_variables_are_resolved_and_converted(monkeypatch) -> None:
     monkeypatch.setenv("MINE", "2")
     monkeypatch.setenv("LIST", "[1,2]")
     built = whole(number="${oc.env:MINE}", numbers="${oc.decode:${oc.env:LIST}}")
@@ -219,7 +217,7 @@ def test_references_to_environment_variables_are_resolved_and_converted(monkeypa
 
 
 @pytest.fixture
-def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def plugin(tmp_path, monkeypatch) -> Path:
     """Create an importable package `plugin` without an entry point, and return its directory."""
     shutil.copy(ROOT / "tests" / "helpers" / "plugin_component.py", tmp_path / "plugin.py")
     monkeypatch.syspath_prepend(str(tmp_path))

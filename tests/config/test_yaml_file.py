@@ -34,7 +34,7 @@ def read(directory: Path, content: str | bytes) -> dict:
     ("{a: {b: 1}}", {"a": {"b": 1}}),
     *((text, text) for text in ("016", "-016", "00", "12:30", "1:30:00", "0x10", "0b11", "01.5", "1:30.5", "0_1")),
 )
-def test_plain_values_are_read_with_the_numbers_of_the_command_line(text: str, value: object, tmp_path: Path) -> None:
+def test_plain_values_are_read_with_the_numbers_of_the_command_line(text: str, value: object, tmp_path) -> None:
     assert read(tmp_path, f"# a comment\nseed: {text}\n") == {"seed": value}
 
 
@@ -45,7 +45,7 @@ def test_plain_values_are_read_with_the_numbers_of_the_command_line(text: str, v
     *("a: {1: 2}", "a: {'': 2}", "a: {? [x] : 2}"),
 )
 def test_a_file_with_anything_but_plain_values_is_refused_by_its_path(
-    content: str | bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    content: str | bytes, tmp_path, monkeypatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError) as refusal:
@@ -57,7 +57,7 @@ def test_a_file_with_anything_but_plain_values_is_refused_by_its_path(
     assert refusal.value.key == "."
 
 
-def test_an_empty_file_and_all_of_conf_are_read(tmp_path: Path) -> None:
+def test_an_empty_file_and_all_of_conf_are_read(tmp_path) -> None:
     assert read(tmp_path, "# nothing\n") == {}
     for path in CONF.rglob("*.yaml"):
         assert read_config(path) == OmegaConf.load(path), path

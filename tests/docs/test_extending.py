@@ -23,7 +23,7 @@ Train = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def site(tmp_path_factory) -> Path:
     """A directory for sys.path that holds the examples' package as pip would install it, with its entry point."""
     directory = tmp_path_factory.mktemp("site")
     shutil.copytree(EXAMPLES / "my_experiments", directory / "my_experiments")
@@ -49,12 +49,12 @@ def weights_of(result: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture
-def train(site: Path, tmp_path: Path) -> Train:
+def train(site: Path, tmp_path) -> Train:
     """`train_in` with the temporary directory of the test as the working directory."""
     return partial(train_in, tmp_path, site)
 
 
-def test_a_mode_of_another_package_computes_what_one_device_computes(site: Path, tmp_path: Path, train: Train) -> None:
+def test_a_mode_of_another_package_computes_what_one_device_computes(site: Path, tmp_path, train: Train) -> None:
     single = train(*TINY, "precision=64")
     ours = train_in(tmp_path / "ours", site, *TINY, "precision=64", "parallel=all_reduce", "accumulation=2")
     assert (single["world_size"], ours["world_size"]) == (1, 2)
@@ -81,7 +81,7 @@ def test_a_workload_of_another_package_trains_and_reports_its_loss(train: Train)
     assert largest_difference(weights_of(two), weights) < 1e-12
 
 
-def test_a_language_model_in_one_file_trains_the_same_in_every_mode(train: Train, tmp_path: Path) -> None:
+def test_a_language_model_in_one_file_trains_the_same_in_every_mode(train: Train, tmp_path) -> None:
     sentence = "the quick brown fox jumps over the lazy dog. "
     (tmp_path / "text.txt").write_text(sentence * 60)
     small = ("data.file=text.txt", "data.length=20", "model.width=16", "device=cpu", "device.threads=1")
@@ -100,7 +100,7 @@ def test_a_language_model_in_one_file_trains_the_same_in_every_mode(train: Train
     assert learned["metrics"]["eval/loss"] < 0.5, "it knows the sentence"
 
 
-def test_a_data_set_of_another_package_is_learned(train: Train, tmp_path: Path) -> None:
+def test_a_data_set_of_another_package_is_learned(train: Train, tmp_path) -> None:
     numbers = numpy.random.default_rng(0)
     labels = numbers.integers(2, size=200)
     images = numbers.integers(0, 100, (200, 3, 8, 8)) + 150 * labels[:, None, None, None]  # dark or bright
@@ -129,7 +129,7 @@ def test_a_tracker_of_another_package_gets_every_point_once(train: Train) -> Non
     assert not list(first["directory"].glob("events.*")), "this tracker stands in the place of TensorBoard's"
 
 
-def test_results_are_read_without_the_runner(train: Train, tmp_path: Path) -> None:
+def test_results_are_read_without_the_runner(train: Train, tmp_path) -> None:
     result = train(*TINY, "log_every=1")
     words = [sys.executable, str(EXAMPLES / "read_results.py"), "outputs"]
     variables = {**os.environ, "PYTHONPATH": ""}

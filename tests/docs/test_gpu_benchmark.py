@@ -4,7 +4,6 @@ import importlib
 import json
 import subprocess
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,9 +19,7 @@ PARTS = [name for name in gpu.PARTS if name != "tests"]  # which would run pytes
 
 
 @pytest.mark.parametrize("name", PARTS)
-def test_a_part_is_rehearsed(
-    name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_part_is_rehearsed(name: str, tmp_path, capfd, monkeypatch) -> None:
     """Without new interpreters, which take most of the time: all is done here, or in forks of this process."""
 
     def forked_or_here(*words: str) -> subprocess.CompletedProcess[str]:
@@ -58,7 +55,7 @@ def test_a_part_is_rehearsed(
     assert f"{name}:" not in capfd.readouterr().err, "a part is not repeated"
 
 
-def test_an_unknown_part_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_part_is_refused(tmp_path, capsys) -> None:
     with pytest.raises(SystemExit) as refused:
         gpu.main(["--only", "everything", "--out", str(tmp_path)])
     assert refused.value.code == 2

@@ -70,7 +70,7 @@ def test_vector_environments_step_and_reset_like_single_ones(vectorization: str)
 
 @pytest.mark.parametrize("id", ["CartPole-v1", "Acrobot-v1", "MountainCar-v0", "FrozenLake-v1", "Taxi-v4"])
 @pytest.mark.parametrize("vectorization", ["auto", "sync"])
-def test_a_restored_state_continues_bitwise(id: str, vectorization: str, tmp_path: Any) -> None:
+def test_a_restored_state_continues_bitwise(id: str, vectorization: str, tmp_path) -> None:
     env = prepared(id, vectorization=vectorization, max_episode_steps=25)
     random = np.random.default_rng(1)
     with env.vector(3) as vector, env.vector(3) as other:
@@ -146,7 +146,7 @@ class FailsOnReset(Broken):
 
 
 @pytest.mark.parametrize("first_seed", [0, 1])
-def test_all_environment_processes_end_if_one_of_them_dies(first_seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_environment_processes_end_if_one_of_them_dies(first_seed: int, monkeypatch) -> None:
     """gymnasium's `close` would wait for a result from every process, perhaps forever."""
     env = prepared(registered(monkeypatch, Dying), num_envs=3, vectorization="async")
     processes = []
@@ -166,7 +166,7 @@ def test_all_environment_processes_end_if_one_of_them_dies(first_seed: int, monk
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast")  # finite in float64, but not in float32
 @pytest.mark.parametrize("wrong", ["raises", "sees", "sees too much", "pays"])
-def test_a_broken_environment_is_reported(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_environment_is_reported(wrong: str, monkeypatch) -> None:
     monkeypatch.setattr(Broken, "wrong", wrong)
     with prepared(registered(monkeypatch, Broken)).vector(2) as vector:
         vector.reset(42)
@@ -179,7 +179,7 @@ def test_a_broken_environment_is_reported(wrong: str, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # gymnasium logs what happened as warnings
-def test_an_environment_whose_process_cannot_reset_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_environment_whose_process_cannot_reset_it_is_refused(monkeypatch) -> None:
     with pytest.raises(ConfigError) as refusal:
         prepared(registered(monkeypatch, FailsOnReset), num_envs=2, vectorization="async")
     assert (refusal.value.key, refusal.value.got) == ("id", "FailsOnReset-v0")
@@ -214,7 +214,7 @@ class SameArrays(gymnasium.vector.VectorEnv):
         return self.observations, self.rewards, self.ends, self.ends, {}
 
 
-def test_what_an_environment_returns_does_not_change_with_its_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_an_environment_returns_does_not_change_with_its_next_step(monkeypatch) -> None:
     spec = EnvSpec("Same-v0", Broken, vector_entry_point=SameArrays, disable_env_checker=True)
     monkeypatch.setitem(gymnasium.registry, "Same-v0", spec)
     actions = np.array([0, 1])

@@ -7,7 +7,6 @@ from RUNNER_FAULTS_SEED, which a test that fails prints. See tests/helpers/fault
 import os
 import random
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from helpers.faults import NONDETERMINISTIC_RUNS, RUN_ALL_FAULTS, FaultTrial, ReferenceRun, train_without_faults
@@ -24,7 +23,7 @@ def rng(request: pytest.FixtureRequest) -> random.Random:
 
 
 @pytest.fixture(scope="session")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], ReferenceRun]:
+def reference(tmp_path_factory) -> Callable[[str], ReferenceRun]:
     """Return a function that trains a run of `helpers.faults.RUNS` without faults, once."""
     done: dict[str, ReferenceRun] = {}
 
@@ -37,7 +36,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Refer
 
 
 @pytest.fixture
-def trial(tmp_path: Path, reference: Callable[[str], ReferenceRun]) -> Callable[..., FaultTrial]:
+def trial(tmp_path, reference: Callable[[str], ReferenceRun]) -> Callable[..., FaultTrial]:
     """Return a function that prepares a trial of a run; further arguments are overrides."""
 
     def prepare(run: str, *extra: str, number: int = 0) -> FaultTrial:

@@ -78,7 +78,7 @@ def some(every: list[DiskFault]) -> list[DiskFault]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def undisturbed(tmp_path_factory) -> dict[str, Any]:
     cwd = tmp_path_factory.mktemp("undisturbed")
     code, console = run_in_this_process(list(OPTIONS), cwd)
     assert code == 0, console
@@ -106,7 +106,7 @@ def assert_resumes_to_the_same_end(cwd: Path, undisturbed: dict[str, Any]) -> No
 
 
 @pytest.mark.parametrize("fault", [*UNMADE, *some(REFUSED)], ids=str)
-def test_a_run_that_cannot_begin_is_refused_and_leaves_nothing(fault: DiskFault, tmp_path: Path) -> None:
+def test_a_run_that_cannot_begin_is_refused_and_leaves_nothing(fault: DiskFault, tmp_path) -> None:
     code, console = run(tmp_path, fault)
     assert code == 2, console
     assert console.startswith("output_root: got "), console
@@ -116,7 +116,7 @@ def test_a_run_that_cannot_begin_is_refused_and_leaves_nothing(fault: DiskFault,
 
 @pytest.mark.parametrize("fault", some(CRASHED), ids=str)
 def test_a_run_that_cannot_save_ends_with_what_it_has_saved(
-    fault: DiskFault, undisturbed: dict[str, Any], tmp_path: Path
+    fault: DiskFault, undisturbed: dict[str, Any], tmp_path
 ) -> None:
     code, console = run(tmp_path, fault)
     assert code == 1, console
@@ -129,7 +129,7 @@ def test_a_run_that_cannot_save_ends_with_what_it_has_saved(
 
 @pytest.mark.parametrize("fault", some(UNTOLD + DONE), ids=str)
 def test_disk_errors_outside_of_checkpoints_are_reported_and_lose_no_checkpoint(
-    fault: DiskFault, undisturbed: dict[str, Any], tmp_path: Path
+    fault: DiskFault, undisturbed: dict[str, Any], tmp_path
 ) -> None:
     code, console = run(tmp_path, fault)
     assert code == (fault in UNTOLD), console
@@ -141,7 +141,7 @@ def test_disk_errors_outside_of_checkpoints_are_reported_and_lose_no_checkpoint(
     assert_bitwise_equal({**run_outcome(path), "curves": undisturbed["curves"]}, undisturbed)
 
 
-def test_a_run_whose_disk_is_full_crashes_and_resumes_later(undisturbed: dict[str, Any], tmp_path: Path) -> None:
+def test_a_run_whose_disk_is_full_crashes_and_resumes_later(undisturbed: dict[str, Any], tmp_path) -> None:
     """A real disk: what the failed checkpoint took is given back, or the result would not fit."""
     disk = tmp_path / "outputs"
     disk.mkdir()
@@ -162,7 +162,7 @@ def test_a_run_whose_disk_is_full_crashes_and_resumes_later(undisturbed: dict[st
 
 
 @pytest.mark.parametrize("step", [1, 4, 8] if ALL else [4])
-def test_checkpoints_that_are_removed_during_training_are_recreated_or_reported(step: int, tmp_path: Path) -> None:
+def test_checkpoints_that_are_removed_during_training_are_recreated_or_reported(step: int, tmp_path) -> None:
     def remove(path: Path) -> None:
         while (path / "checkpoints").exists():  # a checkpoint may be written meanwhile
             shutil.rmtree(path / "checkpoints", ignore_errors=True)
@@ -179,7 +179,7 @@ def test_checkpoints_that_are_removed_during_training_are_recreated_or_reported(
 
 @pytest.mark.parametrize("what", ["", "checkpoints"])
 def test_a_directory_that_becomes_read_only_ends_the_run_with_an_error(
-    what: str, undisturbed: dict[str, Any], tmp_path: Path
+    what: str, undisturbed: dict[str, Any], tmp_path
 ) -> None:
     made: list[Path] = []
 

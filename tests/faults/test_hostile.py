@@ -140,7 +140,7 @@ def assert_no_harm(sandbox: Sandbox, console: str, *written: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def original(tmp_path_factory) -> Path:
     """The directory of a run of four steps that was killed after two."""
     root = tmp_path_factory.mktemp("original")
     run_one(build_composed_run(*OPTIONS, f"output_root={root}/outputs"), ["seed=0"])
@@ -151,13 +151,13 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def cwd(tmp_path: Path) -> Path:
+def cwd(tmp_path) -> Path:
     (tmp_path / "cwd").mkdir()
     return tmp_path / "cwd"
 
 
 @pytest.fixture
-def sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sandbox:
+def sandbox(tmp_path, monkeypatch) -> Sandbox:
     monkeypatch.setenv("MY_SECRET", SECRET)
     outside = tmp_path / "outside"
     (outside / "folder").mkdir(parents=True)

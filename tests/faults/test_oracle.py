@@ -15,9 +15,7 @@ from helpers.fault_checks import (
 )
 
 
-def test_leftover_processes_ports_and_temporary_files_are_detected(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_leftover_processes_ports_and_temporary_files_are_detected(tmp_path, monkeypatch) -> None:
     def now(condition: Callable[[], Any], what: str = "") -> None:
         assert condition(), what
 

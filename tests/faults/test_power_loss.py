@@ -85,7 +85,7 @@ def compared(path: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 @pytest.fixture(scope="module")
-def resumed(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
+def resumed(tmp_path_factory) -> Recorded:
     """A run of 6 steps, extended to 10 steps, then resumed from step 8 with another learning rate."""
     recorded = Recorded(tmp_path_factory.mktemp("resumed"))
     with recorded.recorder:
@@ -96,7 +96,7 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
 
 
 @pytest.fixture(scope="module")
-def keeping_none(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
+def keeping_none(tmp_path_factory) -> Recorded:
     """A run whose checkpoints are deleted at its end."""
     recorded = Recorded(tmp_path_factory.mktemp("keeping_none"))
     with recorded.recorder:
@@ -177,7 +177,7 @@ def prepared(values: dict[str, Any], resume: str) -> tuple[Run, Session]:
 
 @pytest.mark.parametrize("kind", ["resumed", "keeping_none"])
 def test_whatever_a_power_loss_leaves_the_run_goes_on_from_it(
-    kind: str, request: pytest.FixtureRequest, tmp_path: Path
+    kind: str, request: pytest.FixtureRequest, tmp_path
 ) -> None:
     recorded: Recorded = request.getfixturevalue(kind)
     tried = 0
@@ -203,7 +203,7 @@ def test_small_files_are_never_partially_written(resumed: Recorded) -> None:
                 assert content in whole, path
 
 
-def test_a_run_resumed_after_a_power_loss_has_the_same_results(resumed: Recorded, tmp_path: Path) -> None:
+def test_a_run_resumed_after_a_power_loss_has_the_same_results(resumed: Recorded, tmp_path) -> None:
     tried = 0
     for number, _, state in chosen(resumed, RESUMES):
         root = tmp_path / str(number)

@@ -157,7 +157,7 @@ class Typed:
 
 
 @pytest.fixture
-def typed(tmp_path: Path, trial: Callable[..., FaultTrial], monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Typed]:
+def typed(tmp_path, trial: Callable[..., FaultTrial], monkeypatch) -> Callable[[str], Typed]:
     (tmp_path / "t").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "t"))
     return lambda run: Typed(trial(run), tmp_path / "t")

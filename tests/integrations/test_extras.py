@@ -1,7 +1,6 @@
 """Networks of timm, environments of Box2D, and ONNX Runtime: `make test-integrations` installs them."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from runner.commands import convert
 
 
 @pytest.fixture(autouse=True)
-def working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def working_directory(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 

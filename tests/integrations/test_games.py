@@ -1,7 +1,5 @@
 """Atari and MinAtar, and resized images: `make test-integrations` installs ale-py, minatar and OpenCV."""
 
-from pathlib import Path
-
 import gymnasium
 import numpy as np
 import pytest
@@ -55,7 +53,7 @@ def test_frames_and_rewards_are_those_of_ale_py_itself() -> None:
     assert resets == 4
 
 
-def test_an_atari_agent_trains_resumes_and_is_filmed_in_color(tmp_path: Path) -> None:
+def test_an_atari_agent_trains_resumes_and_is_filmed_in_color(tmp_path) -> None:
     require("ale_py")
     more = ("env=atari", "model=nature_cnn", "workload.clip_rewards=true", "workload.terminal_on_life_loss=true")
     run = tmp_path / "run"
@@ -79,7 +77,7 @@ def test_games_of_ale_py_are_refused_without_their_preprocessing() -> None:
     assert (refusal.value.key, refusal.value.remedy) == ("env.id", "env=atari env.id=ALE/Breakout-v5")
 
 
-def test_a_minatar_agent_trains_and_is_filmed(tmp_path: Path) -> None:
+def test_a_minatar_agent_trains_and_is_filmed(tmp_path) -> None:
     require("minatar")
     result = train_in(tmp_path, build_composed_run("workload=dqn", "env=minatar", "model=minatar_cnn", *SHORT)).result
     assert result.status == "done"
@@ -88,7 +86,7 @@ def test_a_minatar_agent_trains_and_is_filmed(tmp_path: Path) -> None:
         assert film.size == (160, 160)
 
 
-def test_color_images_are_resized(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_color_images_are_resized(monkeypatch) -> None:
     require("cv2")
     monkeypatch.setitem(gymnasium.registry, "Color-v0", gymnasium.envs.registration.EnvSpec("Color-v0", Color))
     env = Env("Color-v0", 2, grayscale=True, image_size=20, frame_stack=2)

@@ -76,7 +76,7 @@ def test_checkpoint_activations_needs_a_network_with_blocks() -> None:
 
 
 @pytest.fixture
-def timm(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+def timm(monkeypatch) -> list[dict[str, Any]]:
     """Install a fake package `timm` with two functions, and return the list of the calls of `create_model`."""
     calls: list[dict[str, Any]] = []
 

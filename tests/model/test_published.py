@@ -39,7 +39,7 @@ class Served:
 
 
 @pytest.fixture
-def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
+def served(tmp_path, monkeypatch) -> Iterator[Served]:
     monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
     monkeypatch.chdir(tmp_path)
     served = Served(tmp_path / "served")
@@ -121,7 +121,7 @@ def test_what_names_no_weights_is_refused(served: Served) -> None:
     assert served.paths == []
 
 
-def test_weights_of_a_run_are_its_best_or_its_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_of_a_run_are_its_best_or_its_last(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     words = ("steps=6", "save_every=2", "eval_every=2", "keep=10", "optimizer.lr=0.5", "ema.decay=0.5")
     result = runner.train([*TINY_CPU, *words])
@@ -143,7 +143,7 @@ def test_weights_of_a_run_are_its_best_or_its_last(tmp_path: Path, monkeypatch: 
     assert refusal(*TINY_CPU, f"model.weights={steps}/step_{best:08d}").key == "model.weights"
 
 
-def test_a_saved_config_starts_no_download(tmp_path: Path, served: Served) -> None:
+def test_a_saved_config_starts_no_download(tmp_path, served: Served) -> None:
     save_file(built(*TINY_CPU), served.root / "tiny.safetensors")
     words = (f"model.weights={served.url}/tiny.safetensors", "model.download=true")
     result = runner.train([*TINY_CPU, *words, "steps=2"])

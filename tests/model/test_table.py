@@ -57,7 +57,7 @@ def test_a_network_without_blocks_has_a_row_for_each_child_and_does_not_change()
 
 @pytest.mark.parametrize("words", [TINY_CPU, ("workload=dqn",)], ids=["classifier", "dqn"])
 def test_the_command_prints_the_table_and_writes_no_files(
-    words: tuple[str, ...], tmp_path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: tuple[str, ...], tmp_path, monkeypatch, capsys
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert run_command([*words, "--summary"]) == 0

@@ -82,16 +82,14 @@ class Executes:
     b"{}",
     ids=range(8),
 )
-def test_other_messages_are_refused_and_execute_nothing(
-    message: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_messages_are_refused_and_execute_nothing(message: bytes, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=NOT_SENT):
         decode(message)
     assert not list(tmp_path.iterdir())
 
 
-def test_reductions_and_gathered_values(on_three: Callable[[Work], list[Any]], tmp_path: Path) -> None:
+def test_reductions_and_gathered_values(on_three: Callable[[Work], list[Any]], tmp_path) -> None:
     first, *others = found = on_three(partial(reduced_and_gathered, tmp_path))
     for rank, each in enumerate(found):
         assert each["numbers"] == (rank, 3)

@@ -11,7 +11,7 @@ from runner.parallel.compiling import compile_in_place, modules_of_blocks
 
 
 @pytest.fixture
-def compiled(monkeypatch: pytest.MonkeyPatch) -> list[torch.nn.Module]:
+def compiled(monkeypatch) -> list[torch.nn.Module]:
     """Replace `torch.nn.Module.compile` by a function that only records the module, and return the recorded modules."""
     modules: list[torch.nn.Module] = []
     monkeypatch.setattr(torch.nn.Module, "compile", lambda self: modules.append(self))

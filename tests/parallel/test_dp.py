@@ -15,7 +15,7 @@ from runner.parallel.collectives import Collectives
 from runner.planning.fake_step import prepared, trace_ranks
 
 
-def test_dp_on_one_device_warns_and_equals_single(trained, caplog: pytest.LogCaptureFixture) -> None:
+def test_dp_on_one_device_warns_and_equals_single(trained, caplog) -> None:
     wanted = weights_at(trained(*PLAIN_LOOP_OVERRIDES, directory="single").directory, 10)
     with caplog.at_level(logging.WARNING):
         got = weights_at(trained(*PLAIN_LOOP_OVERRIDES, "parallel=dp", directory="dp").directory, 10)

@@ -23,14 +23,14 @@ OVERRIDES = (*HARD, f"steps={STEPS}", "log_every=3", "eval_every=6", "save_every
 
 
 @pytest.fixture(scope="module")
-def ensemble(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def ensemble(tmp_path_factory) -> Path:
     """The run directory of an ensemble of three members, in processes that the mode starts."""
     run = build_composed_run(*TINY_CPU, *OVERRIDES, "parallel=ensemble", "parallel.processes=3")
     return train_in(tmp_path_factory.mktemp("ensemble"), run).directory
 
 
 @pytest.fixture(scope="module")
-def single_runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+def single_runs(tmp_path_factory) -> list[Path]:
     """The run directories of three single runs, each with the seed of a member."""
     runs = [build_composed_run(*TINY_CPU, *OVERRIDES[:-1], f"seed={5 + member}") for member in range(3)]
     return [train_in(tmp_path_factory.mktemp("solo"), run).directory for run in runs]
@@ -91,7 +91,7 @@ def values(directory: Path, tag: str) -> list[float]:
 
 
 @pytest.fixture(scope="module")
-def stopped(tmp_path_factory: pytest.TempPathFactory, ranks: Ranks) -> Path:
+def stopped(tmp_path_factory, ranks: Ranks) -> Path:
     """A run in which rank 1 gets SIGTERM in step 7: between two checkpoints and two logs, and within an epoch."""
     directory, stop_at_7 = tmp_path_factory.mktemp("stopped"), partial(sigterm_at, 7, 1)
     result = ranks(3).train(compose_config(*TINY_CPU, *OVERRIDES, "parallel=ensemble"), directory, stop_at_7)
@@ -100,7 +100,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory, ranks: Ranks) -> Path:
 
 
 @pytest.fixture
-def at_8(stopped: Path, tmp_path: Path) -> Path:
+def at_8(stopped: Path, tmp_path) -> Path:
     """A copy of the stopped run."""
     return Path(shutil.copytree(stopped, tmp_path / "resumed"))
 

@@ -31,7 +31,7 @@ def launched(directory: Path, *overrides: str, work: Callable[..., Any] = train_
     ).result
 
 
-def test_one_worker_is_bitwise_equal_to_a_single_process(trained, tmp_path: Path) -> None:
+def test_one_worker_is_bitwise_equal_to_a_single_process(trained, tmp_path) -> None:
     schedule = ("steps=12", "log_every=3", "eval_every=6", "save_every=6")
     trained(*HARD, *schedule, directory="single")
     launched(tmp_path / "hogwild", *schedule, "parallel.processes=1")
@@ -43,7 +43,7 @@ def test_one_worker_is_bitwise_equal_to_a_single_process(trained, tmp_path: Path
     assert_bitwise_equal(got, wanted)
 
 
-def test_batch_normalization_and_memory_format_survive_shared_memory(tmp_path: Path) -> None:
+def test_batch_normalization_and_memory_format_survive_shared_memory(tmp_path) -> None:
     overrides = (*TINY_CPU[1:], "model=resnet18", "data.holdout=0.02", "steps=2", "batch_size=8", "channels_last=true")
     overrides += ("eval_every=0",)
     train_in(tmp_path / "single", build_composed_run(*overrides), use_narrow_resnet)
@@ -69,7 +69,7 @@ def trained_in_shared_memory(config: dict[str, Any], directory: Path, process: C
 
 
 @pytest.mark.parametrize("workers", [pytest.param(2, marks=pytest.mark.slow), 3])
-def test_the_workers_together_do_every_step_once(workers: int, tmp_path: Path) -> None:
+def test_the_workers_together_do_every_step_once(workers: int, tmp_path) -> None:
     """A round has one step of each worker. The last round of 31 steps is not full, and logs are due within a round."""
     schedule = ("steps=31", "log_every=5", "eval_every=10", "save_every=10", f"parallel.processes={workers}")
     result, logged = launched(tmp_path, *schedule), scalar_curves(tmp_path)
@@ -81,7 +81,7 @@ def test_the_workers_together_do_every_step_once(workers: int, tmp_path: Path) -
         assert [step for step, _ in logged[tag]] == [min(step, 31) for step in rounds] + [31] * (rounds[-1] < 31)
 
 
-def test_two_workers_learn_what_one_process_learns(trained, tmp_path: Path) -> None:
+def test_two_workers_learn_what_one_process_learns(trained, tmp_path) -> None:
     """Without clipping, a stale gradient at the highest learning rate can cause a plateau of the loss."""
     schedule = ("schedule=onecycle", "steps=450", "save_every=0", "eval_every=0", "max_grad_norm=1")
     overrides = ("accumulation=1", "model.dropout=0", *schedule)
@@ -98,7 +98,7 @@ def test_two_workers_learn_what_one_process_learns(trained, tmp_path: Path) -> N
     assert max(distance) > 0
 
 
-def test_divergence_names_the_first_step_and_each_worker_saves_its_batch(tmp_path: Path) -> None:
+def test_divergence_names_the_first_step_and_each_worker_saves_its_batch(tmp_path) -> None:
     schedule = ("steps=11", "log_every=11", "eval_every=0", "save_every=0")
     result = launched(tmp_path, *schedule, work=trained_without_a_finite_loss)
     assert (result.status, result.error) == ("diverged", "the loss is not finite at step 1")
@@ -117,7 +117,7 @@ def trained_without_a_finite_loss(config: dict[str, Any], directory: Path, proce
     return train(run, run.prepare(process), directory)
 
 
-def test_each_worker_resumes_with_its_own_optimizer_state_and_counts(tmp_path: Path) -> None:
+def test_each_worker_resumes_with_its_own_optimizer_state_and_counts(tmp_path) -> None:
     launched(tmp_path, "steps=8", "log_every=6")
     path = tmp_path / "checkpoints" / "step_00000008"
     shared = torch.load(path / "state.pt", weights_only=True)["optimizer"]

@@ -51,7 +51,7 @@ def every(request: pytest.FixtureRequest) -> bool:
 
 
 @pytest.fixture(scope="module")
-def baseline(tmp_path_factory: pytest.TempPathFactory) -> float:
+def baseline(tmp_path_factory) -> float:
     """The mean training loss of a single process in float32."""
     run = build_composed_run(*cell("single", "32", "1"))
     return train_in(tmp_path_factory.mktemp("single"), run).result.metrics["train/loss"]
@@ -65,7 +65,7 @@ def check(result: Any, mode: str, precision: str, baseline: float) -> None:
 
 @pytest.mark.parametrize(("mode", "precision"), list(itertools.product(MODES[:-1], PRECISIONS)))
 def test_in_one_or_two_processes(
-    mode: str, precision: str, every: bool, baseline: float, ranks: Ranks, tmp_path: Path
+    mode: str, precision: str, every: bool, baseline: float, ranks: Ranks, tmp_path
 ) -> None:
     configs = {each: compose_config(*cell(mode, precision, each)) for each in accumulations(mode, precision, every)}
     in_one = mode in ("single", "dp")
@@ -77,7 +77,7 @@ def train_all(configs: dict[str, dict[str, Any]], root: Path) -> list[Any]:
     return [train_in_rank(config, root / name) for name, config in configs.items()]
 
 
-def test_in_two_workers_that_share_one_model(every: bool, baseline: float, tmp_path: Path) -> None:
+def test_in_two_workers_that_share_one_model(every: bool, baseline: float, tmp_path) -> None:
     """All cells run in the same two workers, whose shared memory is large enough for a model in float64."""
     cells = [(precision, each) for precision in PRECISIONS for each in accumulations("hogwild", precision, every)]
     configs = {"_".join(names): compose_config(*cell("hogwild", *names)) for names in cells}

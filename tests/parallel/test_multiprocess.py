@@ -35,7 +35,7 @@ def started_externally(monkeypatch: pytest.MonkeyPatch, rank: int) -> RankInfo:
     (3, "auto", [2, 0], [GPUS[2], GPUS[0]]),
 )
 def test_the_devices_of_the_processes(
-    visible: int, processes: Any, indices: list[int], devices: list[torch.device], monkeypatch: pytest.MonkeyPatch
+    visible: int, processes: Any, indices: list[int], devices: list[torch.device], monkeypatch
 ) -> None:
     simulate_accelerators(monkeypatch, visible)
     launcher = DDP(processes=processes).launcher(Device(kind="cuda" if visible else "cpu", indices=indices))
@@ -51,7 +51,7 @@ def test_the_devices_of_the_processes(
     (1, [], GPUS[0], None),  # the only one that is bound to the process,
 )
 def test_an_externally_launched_process_uses_the_gpu_of_its_local_rank(
-    visible: int, indices: list[int], device: torch.device, refused: Any, monkeypatch: pytest.MonkeyPatch
+    visible: int, indices: list[int], device: torch.device, refused: Any, monkeypatch
 ) -> None:
     simulate_accelerators(monkeypatch, visible)
     rank_info = started_externally(monkeypatch, 1)
@@ -61,9 +61,7 @@ def test_an_externally_launched_process_uses_the_gpu_of_its_local_rank(
     assert (launcher.refusal and (launcher.refusal.key, launcher.refusal.got)) == refused
 
 
-def test_options_that_an_external_launcher_sets(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_options_that_an_external_launcher_sets(monkeypatch, caplog) -> None:
     for rank in (0, 1):
         started_externally(monkeypatch, rank)
         DDP(max_restarts=1).launcher(Device(kind="cpu"))
@@ -74,7 +72,7 @@ def test_options_that_an_external_launcher_sets(
 
 
 @pytest.mark.parametrize("mode", ["single", "dp", "model", "hogwild", "pipeline parallel.engine=streams"])
-def test_modes_of_one_process_refuse_several(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_modes_of_one_process_refuse_several(mode: str, monkeypatch) -> None:
     started_externally(monkeypatch, 1)
     with pytest.raises(ConfigError) as refusal:
         prepare_session(build_composed_run(*TINY_CPU, *f"parallel={mode}".split()))
@@ -126,7 +124,7 @@ TABLE = [  # overrides, the key and value of the refusal, words in its reason or
 
 @pytest.mark.parametrize(("overrides", "key", "got", "words", "gpus"), TABLE)
 def test_bad_input_is_refused_before_a_rank_starts(
-    overrides: str, key: str, got: str, words: list[str], gpus: int, monkeypatch: pytest.MonkeyPatch
+    overrides: str, key: str, got: str, words: list[str], gpus: int, monkeypatch
 ) -> None:
     simulate_accelerators(monkeypatch, gpus)
     with pytest.raises(ConfigError) as refusal:

@@ -109,7 +109,7 @@ def test_smaller_batches_of_batch_normalization_are_reported() -> None:
 
 
 @pytest.fixture
-def chosen(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def chosen(monkeypatch) -> list[int]:
     """A list with the number of micro-batches that fit."""
     found = [4]
     monkeypatch.setattr(auto_accumulation, "fitting_accumulation", lambda compose, report: found[0])
@@ -141,7 +141,7 @@ def test_the_number_that_fits_becomes_part_of_the_config(chosen: list[int]) -> N
     assert choose(*TINY_CPU, "accumulation=2").overrides == [*TINY_CPU, "accumulation=2"]
 
 
-def test_a_resumed_run_keeps_its_number_of_micro_batches(chosen: list[int], tmp_path: Path) -> None:
+def test_a_resumed_run_keeps_its_number_of_micro_batches(chosen: list[int], tmp_path) -> None:
     typed = (*TINY_CPU, f"output_root={tmp_path / 'runs'}", AUTO)
     first = choose(*typed)
     directory = begun(first, tmp_path / "runs" / "test")
@@ -155,16 +155,14 @@ def test_a_resumed_run_keeps_its_number_of_micro_batches(chosen: list[int], tmp_
 
 
 @pytest.mark.parametrize("forged", ["seed=5", 0, 3, True, [4], 10**30])
-def test_a_number_that_cannot_be_is_not_taken_from_a_run_directory(
-    forged: object, chosen: list[int], tmp_path: Path
-) -> None:
+def test_a_number_that_cannot_be_is_not_taken_from_a_run_directory(forged: object, chosen: list[int], tmp_path) -> None:
     """A run directory may come from an untrusted source."""
     config = compose_config(*TINY_CPU)
     directory = begun(Job(config | {"accumulation": config["accumulation"] | {"steps": forged}}, []), tmp_path)
     assert steps(*TINY_CPU, "batch_size=64", "resume=auto", AUTO, directory=directory) == 4
 
 
-def test_a_trial_that_fails_is_a_config_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trial_that_fails_is_a_config_error(monkeypatch) -> None:
     def fail(*_: object) -> int:
         raise TrialError("batch_size: got 63", "refused")
 
@@ -173,7 +171,7 @@ def test_a_trial_that_fails_is_a_config_error(monkeypatch: pytest.MonkeyPatch) -
         choose(*TINY_CPU, AUTO)
 
 
-def test_auto_is_refused_under_torchrun(chosen: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_is_refused_under_torchrun(chosen: list[int], monkeypatch) -> None:
     started = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
     for name, value in (started | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}).items():
         monkeypatch.setenv(name, value)

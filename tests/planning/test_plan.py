@@ -2,7 +2,6 @@
 
 import functools
 import json
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -54,7 +53,7 @@ def report(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any
     ],
     ids=" ".join,
 )
-def test_predicted_peak_memory_matches_the_allocator(overrides: tuple[str, ...], tmp_path: Path) -> None:
+def test_predicted_peak_memory_matches_the_allocator(overrides: tuple[str, ...], tmp_path) -> None:
     base = RESNET if "workload=dqn" not in overrides else ("device=cpu", "device.threads=1")
     [rank] = planned(*base, *overrides)
     assert rank.peak_bytes == pytest.approx(measured_peak(compose_config(*base, *overrides), tmp_path), rel=0.1)
@@ -62,14 +61,14 @@ def test_predicted_peak_memory_matches_the_allocator(overrides: tuple[str, ...],
 
 @pytest.mark.parametrize("mode", [("parallel=ddp",), PIPELINE], ids=["ddp", "pipeline"])
 def test_predicted_peak_memory_of_each_rank_matches_the_allocator(
-    mode: tuple[str, ...], ranks: Ranks, tmp_path: Path
+    mode: tuple[str, ...], ranks: Ranks, tmp_path
 ) -> None:
     measured = ranks(2).call_on_all(measured_peak, compose_config(*RESNET, *mode), tmp_path)
     assert [rank.peak_bytes for rank in planned(*RESNET, *mode)] == pytest.approx(measured, rel=0.1)
 
 
 @pytest.mark.skipif(torch.__version__ < "2.14", reason="the plan is a quarter above what torch 2.11 allocates")
-def test_predicted_peak_memory_of_fsdp_matches_the_allocator(tmp_path: Path) -> None:
+def test_predicted_peak_memory_of_fsdp_matches_the_allocator(tmp_path) -> None:
     rank, _ = planned(*RESNET, "parallel=fsdp")
     with fake_process_group(0, 2):
         process = FakeCollectives([torch.device("cpu")], 0, 2)
@@ -101,7 +100,7 @@ def test_many_micro_batches_are_planned_from_a_few(typed: str) -> None:
         assert found.costs.messages == whole.costs.messages
 
 
-def test_planning_does_not_read_the_images(tmp_path: Path) -> None:
+def test_planning_does_not_read_the_images(tmp_path) -> None:
     write_images(tmp_path / "images")
     words = ("model=tiny", "data=imagefolder", f"data.root={tmp_path}/images", "data.size=16", "data.workers=2")
     run = build_composed_run(*words, "batch_size=8", "steps=1", "device=cpu", "device.threads=1")
@@ -166,7 +165,7 @@ def test_pipeline_stages_have_their_own_layers() -> None:
     assert first.saved | second.saved == whole.saved
 
 
-def test_planning_does_not_change_the_run(tmp_path: Path) -> None:
+def test_planning_does_not_change_the_run(tmp_path) -> None:
     """The data of the session is not replaced by fake tensors, and no random number is drawn."""
     run = build_composed_run(*TINY_CPU, "steps=1", "batch_size=16")
     session = prepared(run)
@@ -214,7 +213,7 @@ def _network(*overrides: str) -> torch.nn.Module:
         return run.workload.build_model()
 
 
-def test_the_report_contains_batch_length_ranks_and_checkpoint(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_report_contains_batch_length_ranks_and_checkpoint(capsys) -> None:
     found = report(capsys, *RESNET, "parallel=ddp", "accumulation=2", "epochs=3", "steps=null")
     batch = {"batch_size": 16, "data_shards": 2, "accumulation": 2, "pipeline_micro_batches": 1, "samples_per_pass": 4}
     assert found["batch"] == batch
@@ -226,7 +225,7 @@ def test_the_report_contains_batch_length_ranks_and_checkpoint(capsys: pytest.Ca
     assert found["host"]["tensor_bytes"] == sum(rank["peak_bytes"] for rank in found["ranks"])
 
 
-def test_the_memory_of_a_gpu_is_that_which_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_memory_of_a_gpu_is_that_which_counts(monkeypatch) -> None:
     run = build_composed_run("model=tiny", "data.size=8", "device.threads=1")
     session = run.prepare(Collectives([torch.device("cuda", 1)]))
     properties = SimpleNamespace(total_memory=7_000_000_000, name="GPU")
@@ -237,7 +236,7 @@ def test_the_memory_of_a_gpu_is_that_which_counts(monkeypatch: pytest.MonkeyPatc
     assert list(found.values()) == ["cuda:1 (GPU)", ranks[0].peak_bytes, 7_000_000_000]
 
 
-def test_bubbles_are_reported_for_each_schedule_and_split_size(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bubbles_are_reported_for_each_schedule_and_split_size(capsys) -> None:
     words = (*TINY_CPU, "batch_size=16", "steps=1", "parallel=pipeline", "parallel.schedule=1f1b")
     even, uneven = (
         report(capsys, *words, "parallel.split_size=4", *cuts)["pipeline"] for cuts in ((), ["parallel.cuts=[head]"])
@@ -271,7 +270,7 @@ def test_workers_wait_for_the_slowest_stage() -> None:
     assert row["gpipe"] == pytest.approx(1 - (8 + 24) / (2 * 25))
 
 
-def test_a_plan_for_another_number_of_devices(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_for_another_number_of_devices(capsys) -> None:
     assert len(report(capsys, *TINY_CPU, "--devices", "8")["ranks"]) == 1, "of eight devices, one is used"
     found = report(capsys, *RESNET, "parallel=fsdp", "--devices", "8")
     shard = found["ranks"][3]["kept"]["optimizer state"]
@@ -282,7 +281,7 @@ def test_a_plan_for_another_number_of_devices(capsys: pytest.CaptureFixture[str]
         assert [row[0] for row in rows[title]] == ["0 – 7, each"], "ranks with the same work share a row"
 
 
-def test_a_config_that_does_not_fit_is_reported_with_changes_that_fit(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_config_that_does_not_fit_is_reported_with_changes_that_fit(capsys) -> None:
     [rank] = planned(*SMALL)
     limit = rank.peak_bytes - 1
     assert plan.main([*SMALL, "--memory", str(limit), "--json"]) == plan.DOES_NOT_FIT
@@ -309,7 +308,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("line", REFUSED)
-def test_mistakes_are_refused(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_are_refused(line: str, capsys) -> None:
     assert plan.main([*TINY_CPU, *line.split()]) == 2
     output = capsys.readouterr()
     assert REFUSED[line] in output.err

@@ -73,7 +73,7 @@ def test_a_trial_ends_with_the_process_that_started_it_or_if_it_takes_too_long()
     trial._directory.cleanup()
 
 
-def test_an_error_without_a_message_is_sent_with_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_without_a_message_is_sent_with_its_name(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(training, "train_step", mock.Mock(side_effect=MemoryError))
     received, sent = Pipe()
     with pytest.raises(MemoryError):

@@ -71,7 +71,7 @@ def test_a_later_start_pays_when_faster_steps_have_made_up_for_it() -> None:
     assert plain(base, base, samples=10)["pays_after_steps"] is None
 
 
-def test_both_commands_that_are_printed_compose_the_same_config(tmp_path: Path) -> None:
+def test_both_commands_that_are_printed_compose_the_same_config(tmp_path) -> None:
     own = tmp_path / "it's a=b, mine" / "model" / "own.yaml"
     own.parent.mkdir(parents=True)
     own.write_text("defaults: [tiny, _self_]\nhidden: 7\n")
@@ -89,7 +89,7 @@ def test_both_commands_that_are_printed_compose_the_same_config(tmp_path: Path) 
     assert "momentum" not in configs[0]["optimizer"], "an option file cannot delete a key"
 
 
-def test_a_config_is_tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_config_is_tuned(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(planning, "MAX_ROUNDS", 2)  # to save time
     typed = [*SMALL, f"output_root={tmp_path}", "accumulation=1", "compile=false"]
     assert tune.main([*typed, "--json"]) == DONE
@@ -116,7 +116,7 @@ def test_a_config_is_tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     ("parallel=ddp batch_size=63", "batch_size"),
     ("env=acrobot", "env"),
 )
-def test_mistakes_are_refused(line: str, key: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_are_refused(line: str, key: str, capsys) -> None:
     assert tune.main(line.split()) == REFUSED
     assert key in capsys.readouterr().err
 
@@ -126,7 +126,7 @@ def test_mistakes_are_refused(line: str, key: str, capsys: pytest.CaptureFixture
     (TrialError("MemoryError: no memory"), CRASHED, "no memory"),
 )
 def test_a_baseline_that_does_not_train_is_reported(
-    error: TrialError, code: int, word: str, monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path
+    error: TrialError, code: int, word: str, monkeypatch, capsys, tmp_path
 ) -> None:
     def fail(candidate: object, seconds: float) -> None:
         raise error
@@ -138,9 +138,7 @@ def test_a_baseline_that_does_not_train_is_reported(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_was_measured_is_printed_if_it_cannot_be_saved(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_was_measured_is_printed_if_it_cannot_be_saved(monkeypatch, capsys) -> None:
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 

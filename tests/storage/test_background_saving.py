@@ -55,9 +55,7 @@ def write_by(kind: Any, *_: Any) -> None:
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_the_content_of_a_checkpoint_does_not_depend_on_when_it_is_written(
-    name: str, tmp_path: Path, ranks: Ranks
-) -> None:
+def test_the_content_of_a_checkpoint_does_not_depend_on_when_it_is_written(name: str, tmp_path, ranks: Ranks) -> None:
     """The content of a checkpoint is a copy, which shares no memory with tensors that the training changes."""
     processes, overrides = RUNS[name]
     for directory, kind in (("at_once", Writing), ("late", DeferredWriting)):
@@ -91,11 +89,11 @@ class Gate:
 
 
 @pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
+def gate(monkeypatch) -> Gate:
     return Gate(monkeypatch)
 
 
-def test_save_returns_before_the_checkpoint_is_written_and_the_next_save_waits(tmp_path: Path, gate: Gate) -> None:
+def test_save_returns_before_the_checkpoint_is_written_and_the_next_save_waits(tmp_path, gate: Gate) -> None:
     checkpoints = Checkpoints(tmp_path, keep=9)
     checkpoints.save(content(1))
     assert gate.arrived.wait(60)
@@ -113,7 +111,7 @@ def test_save_returns_before_the_checkpoint_is_written_and_the_next_save_waits(t
 
 
 def test_training_goes_on_while_a_checkpoint_is_written(
-    trained: Callable[..., TrainedRun], gate: Gate, monkeypatch: pytest.MonkeyPatch
+    trained: Callable[..., TrainedRun], gate: Gate, monkeypatch
 ) -> None:
     from runner.tracking.progress import Progress
 
@@ -132,7 +130,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(
 
 @pytest.mark.parametrize(("steps", "ended"), [(4000, range(8, 17)), (8, range(8, 9))])
 def test_an_error_of_the_thread_ends_the_run(
-    steps: int, ended: range, trained: Callable[..., TrainedRun], monkeypatch: pytest.MonkeyPatch
+    steps: int, ended: range, trained: Callable[..., TrainedRun], monkeypatch
 ) -> None:
     """At the next save at the latest, or after the last step."""
     fsync = os.fsync
@@ -153,7 +151,7 @@ def test_an_error_of_the_thread_ends_the_run(
 
 @pytest.mark.parametrize("error", [ZeroDivisionError("planted"), None])
 def test_a_checkpoint_is_completed_after_the_training_failed(
-    trained: Callable[..., TrainedRun], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception | None
+    trained: Callable[..., TrainedRun], tmp_path, monkeypatch, error: Exception | None
 ) -> None:
     from runner.workloads.classifier import Classifier
 
@@ -215,9 +213,7 @@ def hold_rank_1(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     return opened
 
 
-def test_rank_0_commits_when_the_files_of_all_ranks_are_complete(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rank_0_commits_when_the_files_of_all_ranks_are_complete(tmp_path, monkeypatch) -> None:
     opened, ranks = hold_rank_1(monkeypatch), two_ranks(tmp_path)
     save_on_both(ranks, 3)
     part = ranks[0].root / "tmp.step_00000003"
@@ -233,7 +229,7 @@ def test_rank_0_commits_when_the_files_of_all_ranks_are_complete(
     assert not list(tmp_path.rglob("*.part"))
 
 
-def test_a_rank_that_does_not_write_its_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_does_not_write_its_file_is_named(tmp_path, monkeypatch) -> None:
     opened, ranks = hold_rank_1(monkeypatch), two_ranks(tmp_path, timeout=0.2)
     save_on_both(ranks, 3)
     with pytest.raises(StorageError, match=r"rank 1 has not written its file .*parallel\.timeout"):
@@ -242,9 +238,7 @@ def test_a_rank_that_does_not_write_its_file_is_named(tmp_path: Path, monkeypatc
     opened.set()
 
 
-def test_after_an_error_rank_0_does_not_wait_for_ranks_that_may_be_gone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_after_an_error_rank_0_does_not_wait_for_ranks_that_may_be_gone(tmp_path, monkeypatch) -> None:
     opened, ranks = hold_rank_1(monkeypatch), two_ranks(tmp_path)
     save_on_both(ranks, 3)
     since = time.monotonic()
@@ -256,7 +250,7 @@ def test_after_an_error_rank_0_does_not_wait_for_ranks_that_may_be_gone(
     assert saved_steps(ranks[0].root) == [4]
 
 
-def test_a_rank_with_a_full_disk_deletes_only_its_own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_with_a_full_disk_deletes_only_its_own_file(tmp_path, monkeypatch) -> None:
     save = runner.storage.checkpoints._save
 
     def full(value: Any, path: Path) -> None:
@@ -292,13 +286,13 @@ raise SystemExit(run_main(main))
 """
 
 
-def test_an_interrupted_process_does_not_wait_for_a_disk_that_hangs(tmp_path: Path) -> None:
+def test_an_interrupted_process_does_not_wait_for_a_disk_that_hangs(tmp_path) -> None:
     words = [sys.executable, "-c", INTERRUPTED_WHILE_A_DISK_HANGS]
     ended = subprocess.run(words, cwd=tmp_path, env=child_environment(), timeout=TIMEOUT_SECONDS, check=False)
     assert ended.returncode == 130
 
 
-def test_wait_returns_after_the_thread_has_ended(tmp_path: Path) -> None:
+def test_wait_returns_after_the_thread_has_ended(tmp_path) -> None:
     """The thread frees tensors after writing them; a process that exits meanwhile would be aborted."""
     seen = threading.Event()
     checkpoints = Checkpoints(tmp_path, keep=2, texts={"a": lambda: str(seen.wait(TIMEOUT_SECONDS))})

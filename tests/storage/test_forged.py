@@ -48,7 +48,7 @@ TENSORS: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def saved(tmp_path_factory) -> Callable[[str], Path]:
     """Return a function that trains the run `RUNS[name]`, once per name, and returns its run directory."""
     known: dict[str, Path] = {}
 
@@ -94,7 +94,7 @@ class Forger:
 
 
 @pytest.fixture
-def forger(saved: Callable[[str], Path], tmp_path: Path) -> Callable[[str], Forger]:
+def forger(saved: Callable[[str], Path], tmp_path) -> Callable[[str], Forger]:
     return lambda name: Forger(name, saved(name), tmp_path / "run")
 
 

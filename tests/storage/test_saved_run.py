@@ -67,7 +67,7 @@ def test_a_file_of_a_megabyte_is_refused_in_seconds(content: bytes) -> None:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Path:
+def run(tmp_path) -> Path:
     """A run with checkpoints at steps 10 and 20; the run and each checkpoint have different learning rates."""
     path = tmp_path / "run"
     for step in (10, 20):
@@ -157,7 +157,7 @@ def test_checkpoints_that_cannot_be_read_are_not_treated_as_missing(secret: str,
     (b"- !!python/object/apply:os.system [true]", []),
     (b"- &a [x, x]\n- &b [*a, *a]\n", []),
 )
-def test_overrides_are_shown_as_they_were_typed(content: bytes, wanted: list[str], tmp_path: Path) -> None:
+def test_overrides_are_shown_as_they_were_typed(content: bytes, wanted: list[str], tmp_path) -> None:
     assert saved_run.saved_overrides(tmp_path) == [], "there is no file"
     (tmp_path / "overrides.yaml").write_bytes(content)
     assert saved_run.saved_overrides(tmp_path) == wanted

@@ -42,9 +42,7 @@ def test_collectives_of_a_fake_group_return_at_once_and_the_patches_of_torch_are
 
 @pytest.mark.parametrize("optimizer", groups()["optimizer"])
 @pytest.mark.parametrize("fused", ["true", "false"])
-def test_optimizers_update_fake_tensors_without_creating_real_tensors(
-    optimizer: str, fused: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_optimizers_update_fake_tensors_without_creating_real_tensors(optimizer: str, fused: str, monkeypatch) -> None:
     def fail(_: Any, func: Any, *__: Any) -> None:
         pytest.fail(f"{func} creates tensors with values")
 

@@ -4,15 +4,13 @@ import importlib
 import json
 import subprocess
 import sys
-from pathlib import Path
 
-import pytest
 from helpers.command import ROOT, child_environment
 
 from runner.system.import_path import is_installed
 
 
-def test_ranks_import_the_copy_of_the_project_that_a_script_imports(tmp_path: Path) -> None:
+def test_ranks_import_the_copy_of_the_project_that_a_script_imports(tmp_path) -> None:
     """Another copy is in the working directory and on PYTHONPATH, and ends any process that imports it."""
     other = tmp_path / "other" / "runner"
     other.mkdir(parents=True)
@@ -29,9 +27,7 @@ def test_ranks_import_the_copy_of_the_project_that_a_script_imports(tmp_path: Pa
     assert json.loads(result.read_text())["world_size"] == 2
 
 
-def test_a_directory_without_init_file_is_not_an_installed_package(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_directory_without_init_file_is_not_an_installed_package(tmp_path, monkeypatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "some_folder").mkdir()
     (tmp_path / "some_package").mkdir()

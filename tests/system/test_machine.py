@@ -30,7 +30,7 @@ CPUINFO = "".join(
 
 
 @pytest.fixture
-def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def machine(tmp_path, monkeypatch) -> Path:
     """A fake machine of 2 sockets × 2 cores × 2 threads and 1,024,000 bytes, in the control group /outer/inner."""
     (tmp_path / "proc" / "self").mkdir(parents=True)
     (tmp_path / "proc" / "cpuinfo").write_text(CPUINFO)
@@ -76,7 +76,7 @@ def test_the_time_in_which_threads_wait_for_a_core_is_that_of_all_of_them(machin
     assert processor.seconds_without_core() == 1.75
 
 
-def test_values_that_the_system_does_not_report_are_none(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_that_the_system_does_not_report_are_none(machine: Path, monkeypatch) -> None:
     for path in ("proc/cpuinfo", "proc/self/cgroup"):
         (machine / path).unlink()
     monkeypatch.setattr(psutil, "cpu_count", lambda logical=True: None)
@@ -85,7 +85,7 @@ def test_values_that_the_system_does_not_report_are_none(machine: Path, monkeypa
     assert found["model"] == processor.cpu_model() != ""
 
 
-def test_the_cores_of_this_process_are_those_of_the_affinity_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cores_of_this_process_are_those_of_the_affinity_mask(monkeypatch) -> None:
     monkeypatch.setattr(processor, "_quota_cores", lambda: None)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {1, 5, 7}, raising=False)
     assert processor.usable_core_numbers() == [1, 5, 7]
@@ -114,9 +114,7 @@ def test_the_peak_stays_until_it_is_reset_which_frees_reference_cycles() -> None
 
 
 @pytest.mark.parametrize(("platform", "unit"), [("darwin", 1), ("freebsd", 1024)])
-def test_without_proc_the_peak_is_that_of_getrusage(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, platform: str, unit: int
-) -> None:
+def test_without_proc_the_peak_is_that_of_getrusage(tmp_path, monkeypatch, platform: str, unit: int) -> None:
     monkeypatch.setattr(memory, "_PROC", tmp_path)
     monkeypatch.setattr(sys, "platform", platform)
     memory.reset_peak(CPU)
@@ -193,7 +191,7 @@ def test_memory_usage_on_cuda_is_that_of_the_allocator() -> None:
 
 
 @pytest.mark.gpu
-def test_the_memory_is_written_if_it_runs_out(tmp_path: Path) -> None:
+def test_the_memory_is_written_if_it_runs_out(tmp_path) -> None:
     recorded = Device("cuda", memory_snapshot=True).memory_recorded(tmp_path / "memory.pickle")
     with pytest.raises(torch.OutOfMemoryError), recorded:
         torch.empty(2**50, dtype=torch.uint8, device="cuda")

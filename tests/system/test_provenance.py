@@ -20,7 +20,7 @@ def git(root: Path, *words: str) -> str:
 
 
 @pytest.fixture
-def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def checkout(tmp_path, monkeypatch) -> Path:
     for name in ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE"):  # set when the tests run in a git hook
         monkeypatch.delenv(name, raising=False)
     git(tmp_path, "init", "-q")
@@ -48,9 +48,7 @@ def test_the_commit_is_found_and_a_changed_or_new_file_makes_it_dirty(checkout: 
     assert provenance.source(checkout) == {"commit": git(checkout, "rev-parse", "HEAD"), "dirty": True}
 
 
-def test_the_source_without_a_repository_a_commit_or_git_or_in_a_git_hook(
-    checkout: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_source_without_a_repository_a_commit_or_git_or_in_a_git_hook(checkout: Path, monkeypatch) -> None:
     empty = checkout / "empty"
     empty.mkdir()
     assert provenance.source(empty) is None  # although it lies inside a checkout
@@ -67,12 +65,12 @@ def test_the_source_without_a_repository_a_commit_or_git_or_in_a_git_hook(
     (["/somewhere/runner/__main__.py", "name=a b", "lr=1"], "python -m runner 'name=a b' lr=1"),
     (["runner", os.fsdecode(b"data.root=a\xff b")], "runner 'data.root=a\\xff b'"),
 )
-def test_the_command_can_be_typed_again(argv: list[str], expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_can_be_typed_again(argv: list[str], expected: str, monkeypatch) -> None:
     monkeypatch.setattr(sys, "argv", argv)
     assert provenance.command() == expected
 
 
-def test_secrets_are_hidden_in_the_command_and_the_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_secrets_are_hidden_in_the_command_and_the_variables(monkeypatch) -> None:
     words = ["data.root=https://ann:s3cret@host/x", "data.token=s3 cret,x", "--auth-token", "s3cret", "lr=1"]
     monkeypatch.setattr(sys, "argv", ["/somewhere/bin/runner", *words])
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "https://ann:s3cret@host")

@@ -10,7 +10,7 @@ from runner.system.section_timer import SectionTimer
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
+def clock(monkeypatch) -> FakeClock:
     clock = FakeClock()
     monkeypatch.setattr(runner.system.section_timer, "time", clock)
     return clock

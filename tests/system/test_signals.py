@@ -31,9 +31,7 @@ SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_a_signal_is_received_and_announced_and_ctrl_c_then_interrupts(
-    number: signal.Signals, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_signal_is_received_and_announced_and_ctrl_c_then_interrupts(number: signal.Signals, capfd) -> None:
     with StopRequest() as stop:
         for other in (number, signal.SIGTERM, signal.SIGUSR1):  # a scheduler may send several
             os.kill(os.getpid(), other)
@@ -86,7 +84,7 @@ def test_the_third_ctrl_c_exits_without_a_traceback() -> None:
 
 @pytest.mark.parametrize(("number", "error"), [(signal.SIGTERM, SystemExit), (signal.SIGINT, KeyboardInterrupt)])
 def test_a_signal_during_a_lazy_import_ends_the_command_after_the_import(
-    number: signal.Signals, error: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    number: signal.Signals, error: type[BaseException], tmp_path, monkeypatch
 ) -> None:
     """If a signal raised an exception in Python code that C++ code calls, as torch's does, it would abort the process.
 
@@ -106,7 +104,7 @@ def test_a_signal_during_a_lazy_import_ends_the_command_after_the_import(
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_a_signal_before_training_ends_the_command(number: signal.Signals, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_signal_before_training_ends_the_command(number: signal.Signals, capfd) -> None:
     interrupts = number == signal.SIGINT
     with CommandSignals() as command, pytest.raises(KeyboardInterrupt if interrupts else SystemExit):
         os.kill(os.getpid(), number)
@@ -165,7 +163,7 @@ def verified_outcome(run: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def uninterrupted(tmp_path_factory) -> dict[str, Any]:
     cwd = tmp_path_factory.mktemp("uninterrupted")
     code, output = cli.run_command(*TRAINING, cwd=cwd)
     assert code == 0, output
@@ -175,7 +173,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 # tests/faults/test_kills.py resumes after SIGUSR2.
 @pytest.mark.parametrize("number", [number for number in SIGNALS if number != signal.SIGUSR2])
 def test_resume_after_a_signal_is_bitwise_exact(
-    number: signal.Signals, uninterrupted: dict[str, Any], tmp_path: Path
+    number: signal.Signals, uninterrupted: dict[str, Any], tmp_path
 ) -> None:
     command = cli.Command(tmp_path, *TRAINING, **WAIT_FOR_SIGNAL).wait_for_checkpoint()
     command.signal_processes(number)
@@ -208,7 +206,7 @@ SLOW_STEP = ("model=resnet18", "device=cpu", "device.threads=1", "batch_size=102
 """Overrides with which a step takes many seconds: it has 512 microbatches of two images."""
 
 
-def test_the_second_ctrl_c_exits_without_finishing_the_step(tmp_path: Path) -> None:
+def test_the_second_ctrl_c_exits_without_finishing_the_step(tmp_path) -> None:
     command = cli.Command(tmp_path, *SLOW_STEP)
     cli.wait_until(
         lambda: command.command_exit_code is not None or "directory " in command.log
@@ -229,7 +227,7 @@ def test_the_second_ctrl_c_exits_without_finishing_the_step(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_a_sweep(number: signal.Signals, tmp_path: Path) -> None:
+def test_a_signal_ends_a_sweep(number: signal.Signals, tmp_path) -> None:
     command = cli.Command(tmp_path, *TRAINING, "-m", "seed=1,2", **WAIT_FOR_SIGNAL).wait_for_checkpoint()
     command.signal_processes(number)
     code, output = command.wait_for_all_processes()
@@ -254,7 +252,7 @@ def has_stop_handlers(pid: int) -> bool:
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGHUP, 75), (signal.SIGINT, 130)])
-def test_a_signal_during_the_imports_ends_the_command(number: signal.Signals, code: int, tmp_path: Path) -> None:
+def test_a_signal_during_the_imports_ends_the_command(number: signal.Signals, code: int, tmp_path) -> None:
     warn = cli.child_environment(PYTHONWARNINGS="default")  # a file that is being read may remain unclosed
     process = cli.start_in_new_interpreter(*TINY_CPU, cwd=tmp_path, env=warn)
     cli.wait_until(lambda: has_stop_handlers(process.pid))
@@ -266,7 +264,7 @@ def test_a_signal_during_the_imports_ends_the_command(number: signal.Signals, co
     assert not list(tmp_path.iterdir())
 
 
-def test_a_closed_terminal_stops_the_run(tmp_path: Path) -> None:
+def test_a_closed_terminal_stops_the_run(tmp_path) -> None:
     """Once the terminal is closed, every write to it fails."""
     ours, terminal = pty.openpty()
     own = partial(fcntl.ioctl, terminal, termios.TIOCSCTTY, 0)
@@ -295,7 +293,7 @@ def test_a_closed_terminal_stops_the_run(tmp_path: Path) -> None:
     [((), signal.SIGTERM, 75), ((), signal.SIGINT, 130), (("-m",), signal.SIGTERM, 75), (("-m",), signal.SIGINT, 75)],
 )
 def test_a_signal_before_the_first_step_ends_the_command_at_once(
-    words: tuple[str, ...], number: signal.Signals, expected: int, tmp_path: Path
+    words: tuple[str, ...], number: signal.Signals, expected: int, tmp_path
 ) -> None:
     """It arrives while the run directory is being created, and the command waits for a fake `git`, which hangs."""
     started, git = tmp_path / "started", tmp_path / "bin" / "git"

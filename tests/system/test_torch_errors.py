@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -105,7 +104,7 @@ def test_errors_that_mean_too_little_memory_are_recognized(error: Exception) -> 
     assert torch_errors.is_out_of_memory(error) == (error in OUT_OF_MEMORY)
 
 
-def test_a_rank_that_dies_in_a_collective_is_a_lost_peer(tmp_path: Path) -> None:
+def test_a_rank_that_dies_in_a_collective_is_a_lost_peer(tmp_path) -> None:
     """gloo raises a plain RuntimeError, which can be recognized only by its message."""
     words = [sys.executable, "-m", "helpers.programs", "lost_peer", str(tmp_path / "store")]
     pipes = {"env": child_environment(), "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}

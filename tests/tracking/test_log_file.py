@@ -6,7 +6,6 @@ import os
 import sys
 import warnings
 from contextlib import suppress
-from pathlib import Path
 
 import pytest
 
@@ -15,7 +14,7 @@ from runner.tracking.log_file import LogFile
 
 @pytest.mark.parametrize(("rank", "name"), [(0, "log.txt"), (2, "log_rank_2.txt")])
 def test_the_file_of_each_rank_has_all_messages_and_the_console_those_of_rank_0_from_info_on(
-    rank: int, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    rank: int, name: str, tmp_path, capsys
 ) -> None:
     log = logging.getLogger("runner.anything")
     with LogFile(tmp_path, rank), warnings.catch_warnings():
@@ -34,9 +33,7 @@ def test_the_file_of_each_rank_has_all_messages_and_the_console_those_of_rank_0_
     assert "afterwards" not in written
 
 
-def test_messages_from_before_the_directory_is_known_are_written_to_the_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_messages_from_before_the_directory_is_known_are_written_to_the_file(tmp_path, capsys) -> None:
     log = logging.getLogger("runner.anything")
     with LogFile(None) as file:
         log.info("early")
@@ -51,9 +48,7 @@ def test_messages_from_before_the_directory_is_known_are_written_to_the_file(
 
 
 @pytest.mark.parametrize("why", ["No space left on device", "Is a directory"])
-def test_a_log_that_cannot_be_written_is_reported_once_and_logging_goes_on(
-    why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_log_that_cannot_be_written_is_reported_once_and_logging_goes_on(why: str, tmp_path, capsys) -> None:
     if why == "Is a directory":
         (tmp_path / "log.txt").mkdir()
     else:
@@ -74,7 +69,7 @@ class Broken(io.StringIO):
         raise self.error
 
 
-def test_messages_are_written_to_the_file_if_the_console_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages_are_written_to_the_file_if_the_console_fails(tmp_path, monkeypatch) -> None:
     with LogFile(tmp_path):
         for error in (OSError(28, "No space left"), BrokenPipeError(), ValueError("closed")):
             monkeypatch.setattr(sys, "stderr", Broken(error))
@@ -82,7 +77,7 @@ def test_messages_are_written_to_the_file_if_the_console_fails(tmp_path: Path, m
     assert (tmp_path / "log.txt").read_text().count("ERROR runner.anything: something\n") == 3
 
 
-def test_secrets_are_hidden_and_odd_bytes_escaped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_secrets_are_hidden_and_odd_bytes_escaped(tmp_path, capsys) -> None:
     log = logging.getLogger("runner.anything")
     with LogFile(tmp_path):
         log.error("reading %s of %s", "https://ann:s3cret@host/x", os.fsdecode(b"a\xff.png"))
@@ -96,7 +91,7 @@ def test_secrets_are_hidden_and_odd_bytes_escaped(tmp_path: Path, capsys: pytest
         assert "ValueError: token=*** is too old" in text
 
 
-def test_logging_is_restored_even_after_an_error(tmp_path: Path) -> None:
+def test_logging_is_restored_even_after_an_error(tmp_path) -> None:
     logger, captured = logging.getLogger("runner"), logging.getLogger("py.warnings")
 
     def state() -> tuple[object, ...]:

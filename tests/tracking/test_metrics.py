@@ -74,7 +74,7 @@ def test_the_first_step_whose_sums_are_not_finite_is_named(bad: float, at: int, 
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
+def clock(monkeypatch) -> FakeClock:
     """A fake clock for the step timer and a new section timer."""
     clock = FakeClock()
     monkeypatch.setattr(runner.system.section_timer, "time", clock)
@@ -129,7 +129,7 @@ class FakeAccelerator:
 
 
 def test_a_run_reports_the_step_times_of_the_device(
-    trained: Callable[..., TrainedRun], clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+    trained: Callable[..., TrainedRun], clock: FakeClock, monkeypatch
 ) -> None:
     device, done = FakeAccelerator(clock), []
 

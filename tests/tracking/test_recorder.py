@@ -92,7 +92,7 @@ def text(directory: Path, tag: str) -> list[tuple[int, str]]:
 
 
 def test_the_config_the_environment_and_a_table_of_the_model_are_logged_as_texts(
-    trained: Callable[..., TrainedRun], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    trained: Callable[..., TrainedRun], caplog, monkeypatch
 ) -> None:
     monkeypatch.setattr("runner.device.BusyMachine.warning", lambda _: "the cores are busy")
     with caplog.at_level(logging.DEBUG, logger="runner"):
@@ -124,7 +124,7 @@ def test_each_session_logs_its_own_config_once(trained: Callable[..., TrainedRun
     assert [step for step, _ in text(run.directory, "config")] == [1, 5, 9]
 
 
-def test_the_loss_scale_is_logged_if_the_precision_has_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_loss_scale_is_logged_if_the_precision_has_one(tmp_path, monkeypatch) -> None:
     run = build_composed_run(*TINY_CPU, "steps=2")
     monkeypatch.setattr(run.precision, "scalars", lambda: {"train/loss_scale": torch.tensor(512.0)})
     train_in(tmp_path, run)
@@ -143,7 +143,7 @@ def test_an_override_without_a_value_in_the_config_is_shown_as_typed() -> None:
 
 
 def test_hparams_have_one_row_with_the_overrides_after_a_crash_and_after_a_resume(
-    trained: Callable[..., TrainedRun], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    trained: Callable[..., TrainedRun], tmp_path, monkeypatch
 ) -> None:
     others = ["resume=auto", "output_root=/tmp/x", "name='a'", "~profiler", "hydra.verbose=true", "max_grad_norm=null"]
     (tmp_path / "run").mkdir()
@@ -193,7 +193,7 @@ def record(recorder: Recorder, picture: torch.Tensor) -> None:
         recorder.finish()
 
 
-def test_the_recorder_passes_everything_to_the_tracker(tmp_path: Path) -> None:
+def test_the_recorder_passes_everything_to_the_tracker(tmp_path) -> None:
     tracker, picture = Calls(), torch.zeros(3, 4, 4, dtype=torch.uint8)
     write_config(tmp_path, {}, ["e=class", "e.f=1", "h=[1,2]", "e.g=null"])
     record(Recorder(tracker, tmp_path, 3), picture)
@@ -209,7 +209,7 @@ def test_the_recorder_passes_everything_to_the_tracker(tmp_path: Path) -> None:
     assert type(tracker.calls[1][1]["a"]) is float
 
 
-def test_secrets_are_masked_and_invalid_utf8_is_escaped_for_the_tracker(tmp_path: Path) -> None:
+def test_secrets_are_masked_and_invalid_utf8_is_escaped_for_the_tracker(tmp_path) -> None:
     tracker, root = Calls(), os.fsdecode(b"/data/\xff")
     config = {"data": {"_target_": "a.Data", "token": "s3cret", "root": root, "urls": ["https://ann:s3cret@host/x"]}}
     with Recorder(tracker, tmp_path, 0) as recorder:
@@ -233,7 +233,7 @@ def test_secrets_are_masked_and_invalid_utf8_is_escaped_for_the_tracker(tmp_path
     board.close(done=True)
 
 
-def test_nothing_is_written_on_ranks_other_than_0(tmp_path: Path) -> None:
+def test_nothing_is_written_on_ranks_other_than_0(tmp_path) -> None:
     for tracker in (TensorBoard(), tracked := Calls()):
         record(Recorder(tracker, tmp_path, 0, visible=False), torch.zeros(3, 4, 4, dtype=torch.uint8))
     assert not list(tmp_path.glob("events*"))

@@ -23,7 +23,7 @@ RECORDED = (*TINY_CPU, f"steps={STEPS}", "log_every=2", "eval_every=4")
 
 
 @pytest.fixture(scope="module")
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def recorded(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("golden") / "lr=0.1"
     train_in(path, build_composed_run(*RECORDED))
     return with_config(path)
@@ -38,7 +38,7 @@ def with_config(path: Path, **changes: Any) -> Path:
 
 
 @pytest.fixture
-def copied(recorded: Path, tmp_path: Path) -> Path:
+def copied(recorded: Path, tmp_path) -> Path:
     return shutil.copytree(recorded, tmp_path / "copied")
 
 
@@ -46,9 +46,7 @@ def contents(directory: Path) -> dict[Path, tuple[bytes, int]]:
     return {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in directory.rglob("*") if path.is_file()}
 
 
-def test_the_same_code_logs_identical_points_and_writes_nothing_to_the_run(
-    recorded: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_same_code_logs_identical_points_and_writes_nothing_to_the_run(recorded: Path, capsys, monkeypatch) -> None:
     before = contents(recorded)
     monkeypatch.chdir(recorded.parent)
     assert verify.main([recorded.name]) == verify.SAME  # though it looks like an override
@@ -61,7 +59,7 @@ def test_the_same_code_logs_identical_points_and_writes_nothing_to_the_run(
     assert contents(recorded) == before
 
 
-def test_another_order_of_sums_is_equal_up_to_rounding(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_order_of_sums_is_equal_up_to_rounding(recorded: Path, capsys) -> None:
     assert verify.main([str(recorded), "accumulation=2", "channels_last=false"]) == verify.SAME
     out = capsys.readouterr().out
     assert "the same: equal up to rounding" in out
@@ -69,7 +67,7 @@ def test_another_order_of_sums_is_equal_up_to_rounding(recorded: Path, capsys: p
 
 
 def test_other_code_and_other_options_are_different_from_the_step_on_at_which_they_act(
-    recorded: Path, copied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    recorded: Path, copied: Path, tmp_path, monkeypatch, capsys
 ) -> None:
     info = tmp_path / "helpers-1.dist-info"
     info.mkdir()
@@ -89,7 +87,7 @@ def test_other_code_and_other_options_are_different_from_the_step_on_at_which_th
 
 
 def test_the_worst_of_several_runs_is_the_exit_code_and_what_has_changed_is_said(
-    recorded: Path, copied: Path, capsys: pytest.CaptureFixture[str]
+    recorded: Path, copied: Path, capsys
 ) -> None:
     hostile = {"versions": {"torch": "1.0\x1b[2J", "rich": {"_target_": 7}}, "devices": "many", "source": [1]}
     (copied / ENVIRONMENT).write_text(json.dumps(environment() | hostile))
@@ -113,16 +111,12 @@ def test_the_worst_of_several_runs_is_the_exit_code_and_what_has_changed_is_said
     (["nothing"], "nothing: there is no such key or run"),
     (["nothing/here"], "PATH: got 'nothing/here': there is no such directory"),
 )
-def test_what_cannot_be_compared_is_refused(
-    words: list[str], why: str, recorded: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_compared_is_refused(words: list[str], why: str, recorded: Path, capsys) -> None:
     assert verify.main([str(recorded), *words]) == 2
     assert why in capsys.readouterr().err
 
 
-def test_other_samples_and_configs_with_references_are_refused(
-    copied: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_other_samples_and_configs_with_references_are_refused(copied: Path, capsys) -> None:
     for file in copied.glob("checkpoints/*/model.json"):
         about = json.loads(file.read_text())
         about["data"]["training"] += 1

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -80,7 +79,7 @@ def test_several_models_vote_by_their_mean_probability() -> None:
 
 
 def test_pictures_are_of_evenly_spaced_samples_and_of_the_most_confident_mistakes(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch,
 ) -> None:
     workload, outputs, shown = classifier(), torch.randn(359, 10), []
     sums = workload.evaluate(fixed(outputs), (0, 1), CPU)
@@ -110,9 +109,7 @@ def test_overfitting_repeats_the_first_batches() -> None:
 
 
 @pytest.mark.parametrize("damaged", [1, 6])
-def test_pictures_match_their_samples_if_a_process_has_skipped_a_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damaged: int
-) -> None:
+def test_pictures_match_their_samples_if_a_process_has_skipped_a_file(tmp_path, monkeypatch, damaged: int) -> None:
     """Two processes evaluate half of the images each, and know only which of their own files cannot be read."""
     for split, count in (("train", 1), ("val", 4)):
         for number in range(2 * count):
@@ -171,9 +168,7 @@ FAULTS: dict[type[Classifier], str] = {
 
 
 @pytest.mark.parametrize("workload", FAULTS)
-def test_metrics_that_do_not_fit_are_refused_in_words(
-    workload: type[Classifier], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_metrics_that_do_not_fit_are_refused_in_words(workload: type[Classifier], tmp_path, monkeypatch) -> None:
     """As soon as they are measured: those of an evaluation, after the first step here."""
     steps: list[int] = []
     monkeypatch.setattr(Classifier, "after_step", lambda workload, model, step: steps.append(step))
@@ -188,7 +183,7 @@ def test_metrics_that_do_not_fit_are_refused_in_words(
 
 @pytest.mark.parametrize("best", [("accuracy", "maximum"), ("accuracy", "min"), ("recall", "max")])
 def test_a_goal_that_is_not_min_or_max_or_not_listed_is_refused_before_the_run(
-    best: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+    best: tuple[str, str], monkeypatch
 ) -> None:
     """By a misspelled goal, the worst checkpoint would be kept as the best one."""
     monkeypatch.setattr(Classifier, "best", best)

@@ -1,7 +1,6 @@
 """Tests of class weights, mixup, CutMix and top-5 accuracy; training in every mode equals a plain PyTorch loop."""
 
 import functools
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -112,7 +111,7 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(("case", "mode"), PAIRS)
-def test_every_mode_equals_a_plain_loop(case: str, mode: str, ranks: Ranks, tmp_path: Path) -> None:
+def test_every_mode_equals_a_plain_loop(case: str, mode: str, ranks: Ranks, tmp_path) -> None:
     processes, options = MODES[mode]
     overrides = (*TINY_CPU, *COMMON, *SGD, *CASES[case], *options)
     ranks(processes).train(compose_config(*overrides), tmp_path)
@@ -172,7 +171,7 @@ def test_options_that_do_not_fit_are_refused(overrides: tuple[str, ...], key: st
     assert refusal.value.key == key
 
 
-def test_a_single_class_is_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_single_class_is_said(caplog) -> None:
     for count in (1, 2):
         data = ("data=synthetic", "data.size=8", "data.num_samples=64", f"data.num_classes={count}")
         build_composed_run("model=tiny", *data).workload.prepare()

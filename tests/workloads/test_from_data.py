@@ -85,7 +85,7 @@ def test_other_images_are_refused_until_they_are_accepted_for_one_session(photos
     assert refusal(photos).key == "data", "the saved config accepts nothing"
 
 
-def test_a_directory_has_the_same_fingerprint_everywhere(tmp_path: Path) -> None:
+def test_a_directory_has_the_same_fingerprint_everywhere(tmp_path) -> None:
     def of(root: str, name: str) -> str:
         return fingerprint(tmp_path / root, [{"a": [str(tmp_path / root / "a" / name)]}])
 

@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -80,7 +79,7 @@ def permutation(count: int, epoch: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("processes", "mode"), MODES.values(), ids=MODES)
-def test_every_mode_equals_a_plain_loop(processes: int, mode: tuple[str, ...], ranks: Ranks, tmp_path: Path) -> None:
+def test_every_mode_equals_a_plain_loop(processes: int, mode: tuple[str, ...], ranks: Ranks, tmp_path) -> None:
     result = ranks(processes).train(compose_config(*SMALL, *mode), tmp_path)
     weights, losses, errors, evaluation = plain("mse")
     assert largest_difference(weights_at(tmp_path, STEPS), weights) <= 1e-12
@@ -91,7 +90,7 @@ def test_every_mode_equals_a_plain_loop(processes: int, mode: tuple[str, ...], r
         assert result.metrics[tag] == pytest.approx(value, rel=1e-9), "every held-out sample, once"
 
 
-def test_an_ensemble_predicts_the_mean_of_its_members_without_disagreement(ranks: Ranks, tmp_path: Path) -> None:
+def test_an_ensemble_predicts_the_mean_of_its_members_without_disagreement(ranks: Ranks, tmp_path) -> None:
     metrics = ranks(2).train(compose_config(*SMALL, "parallel=ensemble"), tmp_path).metrics
     assert {tag for tag in metrics if tag.startswith("eval/")} == {
         f"eval/{member}{name}" for member in ("", "member_0/", "member_1/") for name in ("loss", "mae", "r2")
@@ -100,7 +99,7 @@ def test_an_ensemble_predicts_the_mean_of_its_members_without_disagreement(ranks
 
 
 @pytest.mark.parametrize("loss_function", ["mae", "huber"])
-def test_the_other_losses_are_those_of_torch(loss_function: str, tmp_path: Path) -> None:
+def test_the_other_losses_are_those_of_torch(loss_function: str, tmp_path) -> None:
     run = train_in(tmp_path, build_composed_run(*SMALL, f"workload.loss_function={loss_function}", "accumulation=2"))
     weights, losses, _, evaluation = plain(loss_function)
     assert largest_difference(weights_at(tmp_path, STEPS), weights) <= 1e-12
@@ -108,7 +107,7 @@ def test_the_other_losses_are_those_of_torch(loss_function: str, tmp_path: Path)
     assert run.result.metrics["eval/loss"] == pytest.approx(evaluation["eval/loss"], rel=1e-9)
 
 
-def test_resume_is_bitwise_exact(tmp_path: Path) -> None:
+def test_resume_is_bitwise_exact(tmp_path) -> None:
     whole = train_in(tmp_path / "whole", build_composed_run(*SMALL, "save_every=4", "precision=32"))
     train_in(tmp_path / "parts", build_composed_run(*SMALL, "save_every=4", "precision=32", "steps=4"))
     parts = train_in(tmp_path / "parts", build_composed_run(*SMALL, "save_every=4", "precision=32"))
@@ -149,7 +148,7 @@ def test_r2_of_equal_targets_is_that_of_scikit_learn(error: float, r2: float) ->
     assert evaluated(inputs, targets, targets + error)["r2"] == r2
 
 
-def test_the_model_of_a_run_predicts_in_the_units_of_the_file(tmp_path: Path) -> None:
+def test_the_model_of_a_run_predicts_in_the_units_of_the_file(tmp_path) -> None:
     rows = "\n".join(f"{x},{3 * x + 1000}" for x in range(200))
     (tmp_path / "line.csv").write_text(f"x,y\n{rows}\n")
     words = ["workload=regression", f"data.file={tmp_path}/line.csv", "model.hidden=[]", "optimizer=sgd"]

@@ -28,7 +28,7 @@ SLURM = {  # the second task on the second of two nodes, which have four and thr
 
 
 @pytest.fixture(autouse=True)
-def _without_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+def _without_launcher(monkeypatch) -> None:
     for name in os.environ:
         if name in TORCHRUN or name.startswith("SLURM_"):
             monkeypatch.delenv(name)
@@ -57,7 +57,7 @@ TORCHRUN_INFO, SLURM_INFO = RankInfo(5, 8, 1, 4, "gpu07", 29500), RankInfo(5, 7,
     ids=range(13),
 )
 def test_the_rank_is_read_from_the_variables_of_the_launcher(
-    variables: dict[str, str], found: RankInfo | None, monkeypatch: pytest.MonkeyPatch
+    variables: dict[str, str], found: RankInfo | None, monkeypatch
 ) -> None:
     assert started(monkeypatch, variables) == found
     assert external_world_size() == (found.world_size if found else 1)
@@ -68,7 +68,7 @@ def test_the_rank_is_read_from_the_variables_of_the_launcher(
     ("per_node", "node", "wanted"),
     [("4(x2),3", 1, 4), ("4(x2),3", 2, 3), ("2", 0, 2), ("1(x16)", 15, 1)],
 )
-def test_the_number_of_tasks_on_a_node(per_node: str, node: int, wanted: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_tasks_on_a_node(per_node: str, node: int, wanted: int, monkeypatch) -> None:
     rank_info = started(monkeypatch, SLURM | {"SLURM_STEP_TASKS_PER_NODE": per_node, "SLURM_NODEID": str(node)})
     assert rank_info is not None
     assert rank_info.local_world_size == wanted

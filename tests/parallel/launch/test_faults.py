@@ -40,7 +40,7 @@ STOPPED = "did not reach the collective that the others waited in: it is stopped
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+def undisturbed(tmp_path_factory) -> dict[str, torch.Tensor]:
     """The final step, weights and optimizer state of an undisturbed run."""
     cwd = tmp_path_factory.mktemp("undisturbed")
     cli.run_successfully(cwd, *LONG)
@@ -88,9 +88,7 @@ SESSIONS = (
 """The rank that gets a signal, or None for the command itself; the signal; and when."""
 
 
-def test_resume_after_killed_ranks_and_signals_is_bitwise_exact(
-    tmp_path: Path, undisturbed: dict[str, torch.Tensor]
-) -> None:
+def test_resume_after_killed_ranks_and_signals_is_bitwise_exact(tmp_path, undisturbed: dict[str, torch.Tensor]) -> None:
     arguments, done = list(LONG), 0
     for rank, number, moment in SESSIONS:
         command = cli.Command(tmp_path, *arguments, *(SLOW_SAVING if moment == "saving" else SLOW_EVALUATIONS))
@@ -136,13 +134,13 @@ def resumed(command: cli.Command, step: int) -> bool:
     pytest.param(("parallel=ensemble",), 1, marks=SLOW),
     ids=str,
 )
-def test_a_killed_rank_ends_the_run(options: tuple[str, ...], rank: int, tmp_path: Path) -> None:
+def test_a_killed_rank_ends_the_run(options: tuple[str, ...], rank: int, tmp_path) -> None:
     command = cli.Command(tmp_path, *LONG, *options)
     command.wait_for_checkpoint().signal_processes(signal.SIGKILL, command.wait_for_rank_pids()[rank])
     assert_crashed(command, rank, KILLED)
 
 
-def test_all_ranks_restart_from_the_last_checkpoint(tmp_path: Path, undisturbed: dict[str, torch.Tensor]) -> None:
+def test_all_ranks_restart_from_the_last_checkpoint(tmp_path, undisturbed: dict[str, torch.Tensor]) -> None:
     command = cli.Command(tmp_path, *LONG, "parallel.max_restarts=2")
     command.wait_for_checkpoint().signal_processes(signal.SIGKILL, command.wait_for_rank_pids()[1])
     again = command.wait_for_rank_pids(2)
@@ -168,7 +166,7 @@ BROKEN = [
 
 
 @pytest.fixture(scope="module")
-def paused(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[dict[str, cli.Command], float]]:
+def paused(tmp_path_factory) -> Iterator[tuple[dict[str, cli.Command], float]]:
     """For each mode, a command all of whose processes are stopped; and when this has been longer than the timeout."""
     options = ("steps=1000000", f"parallel.timeout={TIMEOUT}")
     begun = {mode: cli.Command(tmp_path_factory.mktemp(mode), *LONG, *options, f"parallel={mode}") for mode in PAUSED}
@@ -184,7 +182,7 @@ def paused(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[dict[str,
 
 
 @pytest.fixture(scope="module")
-def broken(tmp_path_factory: pytest.TempPathFactory, paused: object) -> dict[tuple[str, int, str], cli.Command]:
+def broken(tmp_path_factory, paused: object) -> dict[tuple[str, int, str], cli.Command]:
     """A command for each case in `BROKEN`; with the commands of `paused`, so that all timeouts run at the same time."""
     commands = {}
     for mode, rank, how in BROKEN:
@@ -226,7 +224,7 @@ Work = Callable[..., Any]
 
 
 @pytest.fixture
-def failing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
+def failing(tmp_path, monkeypatch) -> Callable[..., Result]:
     """Return a function of another function, called in place of `train_rank`, and of overrides, that trains."""
 
     def run_it(work: Work, *overrides: str) -> Result:
@@ -255,7 +253,7 @@ def test_the_error_of_a_rank_is_printed_once_with_its_traceback(
     error: str,
     line: str,
     failing: Callable[..., Result],
-    capfd: pytest.CaptureFixture[str],
+    capfd,
 ) -> None:
     result = failing(changed(change), "save_every=5")
     assert result.status == "crashed"
@@ -270,7 +268,7 @@ def test_the_error_of_a_rank_is_printed_once_with_its_traceback(
 
 @pytest.mark.parametrize(("rank", "num_bytes"), [(0, 20_000), (1, 1000)])
 def test_a_full_disk_is_explained_without_a_traceback(
-    rank: int, num_bytes: int, failing: Callable[..., Result], capfd: pytest.CaptureFixture[str]
+    rank: int, num_bytes: int, failing: Callable[..., Result], capfd
 ) -> None:
     """With 20,000 bytes a file, rank 0 can write its log, but not the weights; with 1000, rank 1 not its state."""
     result = failing(changed(partial(rank_functions.limit_file_size, rank, num_bytes)), "save_every=5")
@@ -281,19 +279,19 @@ def test_a_full_disk_is_explained_without_a_traceback(
     assert "Traceback" not in capfd.readouterr().err, "where in the code it was noticed helps nobody"
 
 
-def test_a_file_in_place_of_the_checkpoints_is_refused(failing: Callable[..., Result], tmp_path: Path) -> None:
+def test_a_file_in_place_of_the_checkpoints_is_refused(failing: Callable[..., Result], tmp_path) -> None:
     (tmp_path / "checkpoints").write_text("in the way")
     with pytest.raises(ConfigError) as refusal:
         failing(train_rank)
     assert (refusal.value.key, refusal.value.got) == ("resume", str(tmp_path / "checkpoints"))
 
 
-def test_a_rank_whose_log_cannot_be_opened_fails(failing: Callable[..., Result], tmp_path: Path) -> None:
+def test_a_rank_whose_log_cannot_be_opened_fails(failing: Callable[..., Result], tmp_path) -> None:
     (tmp_path / "log_rank_1.txt").mkdir()
     assert failing(train_rank).error.startswith("rank 1 failed: IsADirectoryError")
 
 
-def test_ranks_are_restarted_max_restarts_times(failing: Callable[..., Result], tmp_path: Path) -> None:
+def test_ranks_are_restarted_max_restarts_times(failing: Callable[..., Result], tmp_path) -> None:
     result = failing(rank_functions.record_attempt_and_fail, "parallel.max_restarts=2")
     assert result.error == "rank 1 failed: RuntimeError: again"
     assert len(set((tmp_path / "attempts").read_text().split())) == 3

@@ -30,7 +30,7 @@ SHORT = ("steps=40", "save_every=20", "log_every=20", "eval_every=20")
 
 
 @pytest.fixture(scope="module")
-def launched(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def launched(tmp_path_factory) -> Path:
     """The run directory of a command that started its two processes itself."""
     cwd = tmp_path_factory.mktemp("launched")
     assert "done after step 40/40" in run_successfully(cwd, *runs.TWO_RANK_DDP, *SHORT)
@@ -52,7 +52,7 @@ def test_one_run_directory_with_a_log_for_each_rank(launched: Path) -> None:
         assert len(lines) == 1, name
 
 
-def test_each_rank_gets_its_rank_info_and_may_get_a_signal_after_training(tmp_path: Path) -> None:
+def test_each_rank_gets_its_rank_info_and_may_get_a_signal_after_training(tmp_path) -> None:
     """Ctrl-C also reaches the ranks, so a rank may end its training before it gets the supervisor's signal."""
     run = build_composed_run(*runs.TWO_RANK_DDP, *SHORT, "parallel.processes=3", "batch_size=63")
     found: Any = train_in(tmp_path, run, train_rank=rank_functions.rank_infos).result
@@ -62,7 +62,7 @@ def test_each_rank_gets_its_rank_info_and_may_get_a_signal_after_training(tmp_pa
         assert {each["GLOO_SOCKET_IFNAME"] for each in found} == {"lo"}
 
 
-def test_ranks_share_the_cores_of_a_cpu_quota(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_share_the_cores_of_a_cpu_quota(monkeypatch) -> None:
     numbers: list[int] = []
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
@@ -112,7 +112,7 @@ def started(tmp_path: Path, *arguments: str, variables: Any = torchrun_variables
 
 
 @pytest.mark.parametrize("variables", [torchrun_variables, slurm_variables])
-def test_externally_launched_processes_train_one_run(variables: Any, tmp_path: Path, launched: Path) -> None:
+def test_externally_launched_processes_train_one_run(variables: Any, tmp_path, launched: Path) -> None:
     first, second = started(tmp_path, variables=variables)
     code, console = first.wait_for_all_processes()
     assert code == 0, console
@@ -139,7 +139,7 @@ REFUSALS = [  # the arguments of both ranks, further ones of rank 1, and what bo
     ("arguments", "others", "printed"), REFUSALS, ids=["config", "mode", "rank 0", "data", "sweep"]
 )
 def test_what_one_rank_refuses_ends_all_ranks_with_its_words(
-    arguments: list[str], others: list[str], printed: str, ranks: Ranks, tmp_path: Path
+    arguments: list[str], others: list[str], printed: str, ranks: Ranks, tmp_path
 ) -> None:
     (tmp_path / "empty").mkdir()
     runs.write_images(tmp_path / "host_0" / "photos")  # but not on the other host
@@ -158,7 +158,7 @@ def command_in_rank(arguments: list[str], others: list[str], directory: Path) ->
     return run_in_this_process([*common, *others * rank], directory / f"host_{rank}")
 
 
-def test_processes_that_do_not_come_are_missed_in_words(tmp_path: Path) -> None:
+def test_processes_that_do_not_come_are_missed_in_words(tmp_path) -> None:
     own = torchrun_variables(0, runs.free_port())
     command = Command(tmp_path, *TINY_CPU, "parallel=ddp", "parallel.timeout=1", f"output_root={tmp_path}/o", **own)
     code, console = command.wait_for_all_processes()
@@ -166,7 +166,7 @@ def test_processes_that_do_not_come_are_missed_in_words(tmp_path: Path) -> None:
     assert console.startswith("parallel.timeout: got 1.0: of 2 processes, not all have come: ")
 
 
-def test_a_sweep_goes_on_after_a_job_that_failed_on_one_rank(tmp_path: Path, launched: Path) -> None:
+def test_a_sweep_goes_on_after_a_job_that_failed_on_one_rank(tmp_path, launched: Path) -> None:
     """Both ranks initialize a new process group, so that the next job gets no messages of the failed one."""
     config = compose_config(*runs.TWO_RANK_DDP, *SHORT)
     ranks = PersistentRanks(2)  # separate from the fixture `ranks`, because this aborts their process group
@@ -185,9 +185,7 @@ def test_a_sweep_goes_on_after_a_job_that_failed_on_one_rank(tmp_path: Path, lau
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, 1), (signal.SIGTERM, 75)])
-def test_a_killed_process_or_a_signal_to_one_ends_all(
-    number: signal.Signals, code: int, rank: int, tmp_path: Path
-) -> None:
+def test_a_killed_process_or_a_signal_to_one_ends_all(number: signal.Signals, code: int, rank: int, tmp_path) -> None:
     commands = started(tmp_path, "steps=100000")
     wait_until(lambda: list(tmp_path.glob("outputs/*/*/checkpoints/step_*")))
     commands[rank].signal_processes(number)
@@ -201,7 +199,7 @@ def test_a_killed_process_or_a_signal_to_one_ends_all(
         )
 
 
-def test_a_stopped_process_ends_the_others(tmp_path: Path) -> None:
+def test_a_stopped_process_ends_the_others(tmp_path) -> None:
     first, second = started(tmp_path, "steps=100000", "parallel.timeout=4")
     wait_until(lambda: list(tmp_path.glob("outputs/*/*/checkpoints/step_*")))
     second.signal_processes(signal.SIGSTOP)
@@ -217,7 +215,7 @@ def in_background(cwd: Path, *words: str, **variables: str) -> subprocess.Popen[
 
 
 @pytest.mark.parametrize("nodes", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_two_processes_of_torchrun(nodes: int, tmp_path: Path, launched: Path) -> None:
+def test_two_processes_of_torchrun(nodes: int, tmp_path, launched: Path) -> None:
     """Started by one command, or by two commands, as on two machines."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={nodes}", f"--nproc-per-node={2 // nodes}"]
     torchrun += ["--master-addr=127.0.0.1", f"--master-port={runs.free_port()}"]
@@ -269,7 +267,7 @@ def on_both(link: list[str], cwd: Path, *overrides: str) -> list[subprocess.Pope
 
 
 @pytest.mark.netns
-def test_two_machines(link: list[str], tmp_path: Path, launched: Path) -> None:
+def test_two_machines(link: list[str], tmp_path, launched: Path) -> None:
     both = on_both(link, tmp_path, *SHORT)
     consoles = [process.communicate(timeout=TIMEOUT_SECONDS)[0] for process in both]
     assert [process.returncode for process in both] == [0, 0], consoles
@@ -277,7 +275,7 @@ def test_two_machines(link: list[str], tmp_path: Path, launched: Path) -> None:
 
 
 @pytest.mark.netns
-def test_a_broken_network_link_ends_the_processes_on_both_machines(link: list[str], tmp_path: Path) -> None:
+def test_a_broken_network_link_ends_the_processes_on_both_machines(link: list[str], tmp_path) -> None:
     both = on_both(link, tmp_path, *SHORT, "steps=100000", "parallel.timeout=15")
     wait_until(lambda: list(tmp_path.glob("outputs/*/*/checkpoints/step_*")))
     ip("-n", link[0], "link", "set", link[0], "down")

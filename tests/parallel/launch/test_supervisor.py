@@ -33,7 +33,7 @@ def _server() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _none_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _none_left(monkeypatch) -> Iterator[None]:
     """Check after each test that all processes of its supervisors have ended."""
     pids: list[int] = []
     start = Supervisor.__init__
@@ -74,7 +74,7 @@ def test_a_config_error_of_a_rank_is_raised_unchanged() -> None:
     assert (caught.value.key, caught.value.got, caught.value.remedy) == ("model", "x", "take another")
 
 
-def test_the_heartbeat_timeout_starts_at_the_first_heartbeat(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_heartbeat_timeout_starts_at_the_first_heartbeat(monkeypatch) -> None:
     """For its first heartbeat, a rank has the timeout plus START_SECONDS, because it may still be importing torch."""
     monkeypatch.setattr(supervisor, "GRACE_SECONDS", 0.3)
     with Supervisor(work.send_nothing, [(None,)], 0.5) as ranks:
@@ -129,7 +129,7 @@ def test_an_interrupt_or_a_rank_that_cannot_start_leaves_no_rank_behind() -> Non
         Supervisor(report_result_of, [(sleep_until_killed,), (unpicklable,)], TIMEOUT_SECONDS)
 
 
-def test_a_dead_fork_server_is_noticed_and_replaced(tmp_path: Path) -> None:
+def test_a_dead_fork_server_is_noticed_and_replaced(tmp_path) -> None:
     """In a fork of this process, so that the other tests keep their fork server."""
     if (pid := os.fork()) == 0:
         try:

@@ -25,7 +25,7 @@ def run_here(directory: Path, *overrides: str, change: Any = None) -> None:
     train_in(directory, build_composed_run(*overrides), change)
 
 
-def test_middle_stages_read_no_samples_and_only_the_first_one_evaluates(ranks: Ranks, tmp_path: Path) -> None:
+def test_middle_stages_read_no_samples_and_only_the_first_one_evaluates(ranks: Ranks, tmp_path) -> None:
     result = ranks(3).train(compose_config(*PIPELINE), tmp_path / "three", read_as_little_as_possible)
     assert (result.status, result.steps) == ("done", 3)
     run_here(tmp_path / "one", *COMMON)
@@ -41,9 +41,7 @@ def read_as_little_as_possible(run: Run, session: Session) -> None:
 
 
 @pytest.mark.parametrize("log_every", [1, pytest.param(100, marks=pytest.mark.slow)])
-def test_all_stages_skip_an_update_if_a_gradient_of_one_stage_overflows(
-    log_every: int, ranks: Ranks, tmp_path: Path
-) -> None:
+def test_all_stages_skip_an_update_if_a_gradient_of_one_stage_overflows(log_every: int, ranks: Ranks, tmp_path) -> None:
     overrides = (*COMMON, "steps=10", "precision=16", f"log_every={log_every}", "schedule=onecycle")
     run_here(tmp_path / "one", *overrides, "accumulation=8", change=partial(overflow_at, 2))
     config = compose_config(*overrides, "parallel=pipeline", "parallel.num_micro_batches=8")
@@ -60,7 +58,7 @@ BATCH_NORM += ("precision=64", "steps=2")
 
 
 @pytest.fixture(scope="module")
-def accumulated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def accumulated(tmp_path_factory) -> Path:
     """The run directory of one device that accumulates over three micro-batches."""
     directory = tmp_path_factory.mktemp("accumulated")
     run_here(directory, *BATCH_NORM, "accumulation.steps=3", change=use_narrow_resnet)
@@ -69,7 +67,7 @@ def accumulated(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("engine", ["processes", "streams"])
 def test_batch_normalization_uses_the_statistics_of_each_micro_batch(
-    engine: str, accumulated: Path, ranks: Ranks, tmp_path: Path
+    engine: str, accumulated: Path, ranks: Ranks, tmp_path
 ) -> None:
     """Running statistics are compared too, also after a resume in stages that are cut elsewhere."""
     overrides = (*BATCH_NORM, "parallel=pipeline", "parallel.split_size=4", f"parallel.engine={engine}")
@@ -81,7 +79,7 @@ def test_batch_normalization_uses_the_statistics_of_each_micro_batch(
     assert largest_difference(weights_at(tmp_path, 2), weights_at(accumulated, 2)) <= 1e-13
 
 
-def test_deferred_statistics_are_those_of_the_whole_batch(ranks: Ranks, tmp_path: Path) -> None:
+def test_deferred_statistics_are_those_of_the_whole_batch(ranks: Ranks, tmp_path) -> None:
     """Running statistics are compared in the first layer, whose inputs do not depend on micro-batches."""
     short = ("data.size=32", "steps=1")  # with smaller images, two samples have too few values in the last layers
     run_here(tmp_path / "one", *BATCH_NORM, *short, change=use_narrow_resnet)
@@ -99,7 +97,7 @@ def test_deferred_statistics_are_those_of_the_whole_batch(ranks: Ranks, tmp_path
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "interleaved_1f1b"])
-def test_each_process_holds_only_its_own_stages(schedule: str, ranks: Ranks, tmp_path: Path) -> None:
+def test_each_process_holds_only_its_own_stages(schedule: str, ranks: Ranks, tmp_path) -> None:
     names = ranks(2).call_on_all(names_held, compose_config(*PIPELINE, f"parallel.schedule={schedule}"), tmp_path)
     build = build_composed_run(*TINY_CPU).workload.model.build  # type: ignore[attr-defined]
     everything = {name for name, _ in build((1, 8, 8), 10).named_parameters()}
@@ -118,7 +116,7 @@ def names_held(config: dict[str, Any], directory: Path) -> list[str]:
     return list(held)
 
 
-def test_a_loss_that_is_not_finite_stops_all_processes(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_loss_that_is_not_finite_stops_all_processes(ranks: Ranks, tmp_path) -> None:
     result = ranks(2).train(compose_config(*PIPELINE, "optimizer.lr=1000", "steps=30"), tmp_path)
     assert result.status == "diverged"
     assert "is not finite at step" in result.error

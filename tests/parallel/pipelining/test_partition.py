@@ -105,7 +105,7 @@ class SlowNetwork(torch.nn.ModuleDict):
 
 
 @pytest.mark.parametrize("frozen", [(), ("a", "c")])
-def test_the_time_of_each_block_is_measured(frozen: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_of_each_block_is_measured(frozen: tuple[str, ...], monkeypatch) -> None:
     """The outputs of a frozen first block need no gradient, so there is no backward pass."""
     monkeypatch.setattr(partition.time, "perf_counter", lambda: Slow.now)
     network = SlowNetwork({"a": Slow(0.01), "b": Slow(0.03), "c": Slow(0.01)})

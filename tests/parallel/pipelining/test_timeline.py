@@ -67,7 +67,7 @@ def test_the_busy_time_of_a_worker_includes_all_of_its_stages() -> None:
     assert found["pipeline/bubble_theory"] == 1 / (2 * 4 + 1)
 
 
-def test_a_timeline_records_while_it_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_timeline_records_while_it_is_on(monkeypatch) -> None:
     seconds = iter((10.0, 10.5, 12.0))  # time zero, and the start and stop of a computation
     monkeypatch.setattr("runner.parallel.pipelining.timeline.time.perf_counter", lambda: next(seconds))
     timeline, waited = Timeline([CPU, CPU]), []

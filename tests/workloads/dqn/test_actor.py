@@ -86,7 +86,7 @@ def replay_transitions(replay: Replay) -> dict[tuple, tuple]:
     return {tuple(o): (a[0], r[0], tuple(following), d[0]) for o, a, r, following, d in rows}
 
 
-def test_only_finished_episodes_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_finished_episodes_are_reported(monkeypatch) -> None:
     agent = scripted_actor(monkeypatch, 2, 3, 0.9)
     for _ in range(60):
         agent.step(None, 1.0)
@@ -98,7 +98,7 @@ def test_only_finished_episodes_are_reported(monkeypatch: pytest.MonkeyPatch) ->
     assert agent.take_episodes() == {}
 
 
-def test_actions_are_random_without_a_policy_and_greedy_without_exploration(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_actions_are_random_without_a_policy_and_greedy_without_exploration(monkeypatch) -> None:
     actor = scripted_actor(monkeypatch, 4, 1, 0.9)
     for _ in range(200):
         actor.step(None, 0.0)
@@ -111,7 +111,7 @@ def test_actions_are_random_without_a_policy_and_greedy_without_exploration(monk
     assert actor.num_steps == 250 * 4
 
 
-def test_the_possible_returns_are_those_of_the_rewards_seen_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_possible_returns_are_those_of_the_rewards_seen_so_far(monkeypatch) -> None:
     agent = scripted_actor(monkeypatch, 2, 3, 0.9)
     assert agent.possible_returns() == (0.0, 0.0)
     for _ in range(60):
@@ -125,14 +125,14 @@ def test_the_possible_returns_are_those_of_the_rewards_seen_so_far(monkeypatch: 
     assert restored.possible_returns() == agent.possible_returns()
 
 
-def test_returns_without_a_discount_or_beyond_float32_are_not_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_returns_without_a_discount_or_beyond_float32_are_not_bounded(monkeypatch) -> None:
     for discount, rewards in ((1.0, (0.0, 0.0)), (0.9, (0.0, 1e38))):
         agent = scripted_actor(monkeypatch, 2, 3, discount)
         agent.load_state_dict(agent.state_dict() | {"rewards": rewards})
         assert agent.possible_returns() == (-math.inf, math.inf)
 
 
-def test_a_restored_actor_continues_with_the_same_exploration(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_restored_actor_continues_with_the_same_exploration(monkeypatch) -> None:
     """The state of these environments cannot be saved, but exploration, samples and counts continue."""
     first = scripted_actor(monkeypatch, 2, 2, 0.9)
     for _ in range(30):
@@ -189,9 +189,7 @@ def test_the_end_of_an_episode_ends_the_repetition() -> None:
 
 @pytest.mark.parametrize("length", [1, 2, 3, 5])
 @pytest.mark.parametrize("num_envs", [1, 3])
-def test_every_transition_equals_that_of_a_slow_reference(
-    length: int, num_envs: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_transition_equals_that_of_a_slow_reference(length: int, num_envs: int, monkeypatch) -> None:
     agent = scripted_actor(monkeypatch, num_envs, length, 0.9)
     for steps in range(1, 120):
         agent.step(None, 1.0)
@@ -250,7 +248,7 @@ def test_a_saved_replay_is_loaded_into_one_of_any_capacity(saved: int, capacity:
         after.add(numbered(start, 1))
 
 
-def test_samples_are_uniform_and_unpack_to_what_was_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samples_are_uniform_and_unpack_to_what_was_stored(monkeypatch) -> None:
     agent = scripted_actor(monkeypatch, 1, 1, 0.9)
     for _ in range(200):
         agent.step(None, 1.0)

@@ -152,9 +152,7 @@ def write(parts: dict[str, Any], directory: Path) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize(("num_steps", "capacity"), [(100, 10_000), (300, 10_000), (300, 2400), (420, 2400)])
-def test_a_buffer_restored_from_its_parts_has_the_same_transitions(
-    num_steps: int, capacity: int, tmp_path: Path
-) -> None:
+def test_a_buffer_restored_from_its_parts_has_the_same_transitions(num_steps: int, capacity: int, tmp_path) -> None:
     replay = filled(num_steps, capacity)
     state, parts = replay.state_dict(), replay.parts()
     files = write(parts, tmp_path)
@@ -171,7 +169,7 @@ def test_a_buffer_restored_from_its_parts_has_the_same_transitions(
     assert not filled(0, capacity + 20 * NUM_ENVS).fits(state)
 
 
-def test_a_part_keeps_its_name_and_its_content_while_the_buffer_grows(tmp_path: Path) -> None:
+def test_a_part_keeps_its_name_and_its_content_while_the_buffer_grows(tmp_path) -> None:
     replay, contents = filled(300, 10_000), []
     for index, steps in enumerate((0, 100)):
         add(replay, NStepBuffer(NUM_ENVS, 1, 1, 0.9), 300, 300 + steps)
@@ -183,7 +181,7 @@ def test_a_part_keeps_its_name_and_its_content_while_the_buffer_grows(tmp_path: 
     assert contents[0].items() <= contents[1].items()
 
 
-def test_frames_are_not_overwritten_before_a_checkpoint_in_the_background_has_them(tmp_path: Path) -> None:
+def test_frames_are_not_overwritten_before_a_checkpoint_in_the_background_has_them(tmp_path) -> None:
     replay = filled(300, 2400)  # the ring holds 153 times
     parts = replay.parts()
     adding = threading.Thread(target=add, args=(replay, NStepBuffer(NUM_ENVS, 1, 1, 0.9), 300, 420), daemon=True)
@@ -202,7 +200,7 @@ def test_frames_are_not_overwritten_before_a_checkpoint_in_the_background_has_th
 
 
 @pytest.mark.parametrize("change", ["a row of another buffer", "a part is missing", "a part is short", "no transition"])
-def test_other_content_of_a_checkpoint_is_refused(change: str, tmp_path: Path) -> None:
+def test_other_content_of_a_checkpoint_is_refused(change: str, tmp_path) -> None:
     replay = filled(300, 10_000)
     state, files = replay.state_dict(), write(replay.parts(), tmp_path)
     if change == "a row of another buffer":
