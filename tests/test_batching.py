@@ -34,14 +34,14 @@ def test_a_stream_starts_after_any_step():
     assert list(itertools.islice(plan.stream(5), 6)) == steps[10:]
 
 
-def test_the_steps_of_a_run_are_numbered_from_one() -> None:
+def test_the_steps_of_a_run_are_numbered_from_one():
     plan = Plan(12, accumulation=2, data_shard=(1, 3))
     assert list(plan.steps(2, 5)) == [(step, step, plan.micro_batches(step)) for step in (3, 4, 5)]
     assert (plan.steps_per_round, plan.samples_per_round) == (1, 12)
 
 
 @pytest.mark.parametrize("last", [6, 7, 8])
-def test_processes_that_divide_the_steps_cover_each_step_once(last: int) -> None:
+def test_processes_that_divide_the_steps_cover_each_step_once(last):
     plans = [Plan(12, step_shard=(index, 3)) for index in range(3)]
     rounds = list(zip(*(plan.steps(0, last) for plan in plans), strict=True))
     assert [step.local for each in rounds for step in each if step.micro_batches] == list(range(1, last + 1))
@@ -55,7 +55,7 @@ def test_processes_that_divide_the_steps_cover_each_step_once(last: int) -> None
     assert list(itertools.islice(plans[1].stream(0), 3)) == own
 
 
-def test_workers_are_numbered_over_both_kinds_of_shards() -> None:
+def test_workers_are_numbered_over_both_kinds_of_shards():
     plans = [Plan(12, data_shard=(i, 2), step_shard=(j, 3)) for i in range(2) for j in range(3)]
     assert [plan.data_rank for plan in plans] == list(range(6))
     assert {plan.num_data_ranks for plan in plans} == {6}

@@ -14,7 +14,6 @@ from helpers import catch_env
 from helpers import plain_loop as loops
 from helpers.compose import TINY_CPU, TrainedRun, build_composed_run, compose_config, prepare_session, train_in
 from helpers.rank_functions import sigterm_at
-from helpers.ranks import Ranks
 from helpers.runs import assert_bitwise_equal, run_outcome
 from torch._dynamo.utils import counters
 
@@ -37,7 +36,7 @@ def trained(directory: Path, *overrides: str, **options: Any) -> TrainedRun:
     "adam",
     *(pytest.param(n, marks=pytest.mark.slow) for n in ("sgd", "adamw", "groups", "nadam", "rmsprop")),
 )
-def test_the_weights_are_those_of_a_plain_loop(name: str, tmp_path) -> None:
+def test_the_weights_are_those_of_a_plain_loop(name, tmp_path):
     """With clipping, in float64, where only the order of sums differs; Adam and its like divide by small gradients."""
     options, optimizer = loops.ALL_OPTIMIZER_CASES[name]
     dtype, bound = torch.float64, {"adam": 1e-11, "adamw": 1e-11, "rmsprop": 1e-11, "nadam": 1e-9}.get(name, 1e-13)
@@ -58,7 +57,7 @@ HARD = (
 )
 
 
-def test_everything_else_is_what_the_loop_computes_and_nothing_is_compiled_twice(tmp_path) -> None:
+def test_everything_else_is_what_the_loop_computes_and_nothing_is_compiled_twice(tmp_path):
     """Accumulation, dropout, the average, curves and the state of the optimizer; resumed bit for bit, and elsewhere."""
     counters.clear()
     whole = run_outcome(trained(tmp_path / "whole", *HARD, STEP).directory)
@@ -82,7 +81,7 @@ def test_everything_else_is_what_the_loop_computes_and_nothing_is_compiled_twice
     assert loops.largest_difference(run_outcome(elsewhere)["weights"], wanted["weights"]) <= 1e-12
 
 
-def test_buffers_and_unused_parameters_are_those_of_the_loop(tmp_path) -> None:
+def test_buffers_and_unused_parameters_are_those_of_the_loop(tmp_path):
     class Unused(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -111,7 +110,7 @@ def test_buffers_and_unused_parameters_are_those_of_the_loop(tmp_path) -> None:
     ],
     ids=["vectors", "pixels"],
 )
-def test_an_agent_learns_what_it_learns_without_a_compiler(sees: tuple[str, ...], tmp_path) -> None:
+def test_an_agent_learns_what_it_learns_without_a_compiler(sees, tmp_path):
     agent = ("workload=dqn", "device=cpu", "precision=64", "optimizer=sgd", "batch_size=16", *sees)
     agent += ("workload.warm_up=200", "optimizer.lr=0.01", "workload.eval_episodes=4", "steps=30", "log_every=10")
     agent += ("eval_every=0", "workload.target_every=3")
@@ -127,7 +126,7 @@ def test_an_agent_learns_what_it_learns_without_a_compiler(sees: tuple[str, ...]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["ensemble", "hogwild"])
-def test_a_process_of_several_computes_what_a_single_one_does(mode: str, ranks: Ranks, tmp_path) -> None:
+def test_a_process_of_several_computes_what_a_single_one_does(mode, ranks, tmp_path):
     options = (f"parallel={mode}", f"parallel.processes={2 if mode == 'ensemble' else 1}")
     if mode == "ensemble":
         ranks(2).train(compose_config(*SMALL, STEP, *options), tmp_path / "several")
@@ -147,7 +146,7 @@ class Printing(Classifier):
         return loss * 2 if loss > 1 else loss  # waits for the value: THE FAULTY LINE
 
 
-def test_a_workload_that_cannot_be_compiled_is_refused_with_its_file_and_line(tmp_path) -> None:
+def test_a_workload_that_cannot_be_compiled_is_refused_with_its_file_and_line(tmp_path):
     lines = Path(__file__).read_text(encoding="utf-8").splitlines()
     number = next(n for n, line in enumerate(lines, 1) if line.endswith("THE FAULTY LINE"))
     run = build_composed_run(*SMALL, STEP)
@@ -169,7 +168,7 @@ def test_a_workload_that_cannot_be_compiled_is_refused_with_its_file_and_line(tm
     ],
     ids=str,
 )
-def test_modes_that_compute_a_step_together_are_refused_before_they_start(options: tuple[str, ...]) -> None:
+def test_modes_that_compute_a_step_together_are_refused_before_they_start(options):
     with pytest.raises(ConfigError) as refusal:
         prepare_session(build_composed_run(*SMALL, STEP, *options))
     assert (refusal.value.key, refusal.value.got) == ("compile", "step")
@@ -181,7 +180,7 @@ def test_modes_that_compute_a_step_together_are_refused_before_they_start(option
     (("optimizer=torch", "optimizer.name=SGD", "+optimizer.options.momentum=0.9"), "optimizer.name"),
     ids=str,
 )
-def test_optimizers_that_cannot_be_compiled_are_refused(options: tuple[str, ...], key: str, tmp_path, caplog) -> None:
+def test_optimizers_that_cannot_be_compiled_are_refused(options, key, tmp_path, caplog):
     caplog.set_level("INFO")
     with pytest.raises(ConfigError) as refusal:
         trained(tmp_path, *SMALL, STEP, *options)
@@ -190,14 +189,14 @@ def test_optimizers_that_cannot_be_compiled_are_refused(options: tuple[str, ...]
     assert introduced == (key == "compile"), "what is known before the first step is refused before it is introduced"
 
 
-def test_a_toolkit_without_a_gpu_is_no_warning(caplog) -> None:
+def test_a_toolkit_without_a_gpu_is_no_warning(caplog):
     log = logging.getLogger("torch.utils.cpp_extension")
     log.warning("No CUDA runtime is found, using CUDA_HOME='%s'", "/usr/local")
     log.warning("another one")
     assert [record.getMessage() for record in caplog.records] == ["another one"]
 
 
-def test_loss_scaling_is_refused(tmp_path) -> None:
+def test_loss_scaling_is_refused(tmp_path):
     def scaled(run: Any, session: Any) -> None:
         prepare = run.precision.prepare
 
@@ -211,7 +210,7 @@ def test_loss_scaling_is_refused(tmp_path) -> None:
         trained(tmp_path, *SMALL, STEP, "precision=16", change=scaled)
 
 
-def test_a_missing_compiler_is_named(tmp_path, monkeypatch) -> None:
+def test_a_missing_compiler_is_named(tmp_path, monkeypatch):
     from torch._inductor import config
 
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
@@ -220,7 +219,7 @@ def test_a_missing_compiler_is_named(tmp_path, monkeypatch) -> None:
     assert (refusal.value.key, refusal.value.why) == ("compile", "torch finds no C++ compiler")
 
 
-def test_a_stop_that_ends_the_compiler_too_is_a_stop(tmp_path, monkeypatch) -> None:
+def test_a_stop_that_ends_the_compiler_too_is_a_stop(tmp_path, monkeypatch):
     from torch._inductor import config
 
     def stopped(run: Any, session: Any) -> None:

@@ -37,12 +37,12 @@ def refusal(device: Device) -> ConfigError:
     ("num_cuda", "mps", "expected"),
     [(0, False, "cpu"), (0, True, "mps:0"), (1, False, "cuda:0"), (3, False, "cuda:0")],
 )
-def test_auto_takes_the_accelerator_of_torch_or_the_cpu(machine, num_cuda: int, mps: bool, expected: str) -> None:
+def test_auto_takes_the_accelerator_of_torch_or_the_cpu(machine, num_cuda, mps, expected):
     machine(num_cuda, mps)
     assert Device().resolve() == torch.device(expected)
 
 
-def test_an_absent_device_is_refused_by_key(machine, monkeypatch) -> None:
+def test_an_absent_device_is_refused_by_key(machine, monkeypatch):
     machine(0)
     assert refusal(Device(kind="cuda")).key == "kind"
     refused = refusal(Device(kind="mps"))
@@ -60,7 +60,7 @@ def test_an_absent_device_is_refused_by_key(machine, monkeypatch) -> None:
     assert "CUDA_VISIBLE_DEVICES='7'" in refused.why
 
 
-def test_the_first_of_the_named_devices_is_used_by_a_mode_with_one(machine) -> None:
+def test_the_first_of_the_named_devices_is_used_by_a_mode_with_one(machine):
     machine(4)
     assert Device(indices=[2]).resolve() == torch.device("cuda:2")
     assert Device(kind="cuda", indices=[3, 1]).resolve() == torch.device("cuda:3")
@@ -68,7 +68,7 @@ def test_the_first_of_the_named_devices_is_used_by_a_mode_with_one(machine) -> N
     assert refusal(Device(indices=[4])).key == "indices"
 
 
-def test_synchronize_waits_for_the_device_it_is_given(monkeypatch) -> None:
+def test_synchronize_waits_for_the_device_it_is_given(monkeypatch):
     waited = []
     monkeypatch.setattr(torch.accelerator, "synchronize", waited.append)
     for name in ("cpu", "cuda:1", "mps:0"):
@@ -81,7 +81,7 @@ def switches() -> tuple:
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_settings_apply_during_the_run_and_are_restored(deterministic: bool, monkeypatch) -> None:
+def test_settings_apply_during_the_run_and_are_restored(deterministic, monkeypatch):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
     taken = []
 
@@ -110,7 +110,7 @@ def test_settings_apply_during_the_run_and_are_restored(deterministic: bool, mon
 
 
 @pytest.mark.parametrize("message", ["CUDA error: all CUDA-capable devices are busy or unavailable", "out of memory"])
-def test_a_device_that_another_process_has_is_refused(message: str, monkeypatch) -> None:
+def test_a_device_that_another_process_has_is_refused(message, monkeypatch):
     monkeypatch.setattr(torch.accelerator, "device_index", lambda index: nullcontext())
     monkeypatch.setattr(torch, "zeros", mock.Mock(side_effect=RuntimeError(f"{message}\nsee there")))
     before = switches()
@@ -123,7 +123,7 @@ def test_a_device_that_another_process_has_is_refused(message: str, monkeypatch)
     assert switches() == before
 
 
-def test_an_accelerator_of_another_type_is_refused_in_words(machine) -> None:
+def test_an_accelerator_of_another_type_is_refused_in_words(machine):
     machine(1)
     assert "cuda" in refusal(Device(kind="xpu")).why
     machine(0)
@@ -136,9 +136,7 @@ def test_an_accelerator_of_another_type_is_refused_in_words(machine) -> None:
     ("cores", "processes", "workers", "threads"),
     [(2, 1, 0, 8), (2, 1, 1, 1), (2, 1, 2, 1), (8, 1, 2, 6), (8, 1, 7, 4), (8, 2, 1, 3), (1, 1, 1, 1)],
 )
-def test_by_default_data_workers_have_their_own_cores(
-    cores: int, processes: int, workers: int, threads: int, monkeypatch
-) -> None:
+def test_by_default_data_workers_have_their_own_cores(cores, processes, workers, threads, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)), raising=False)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
@@ -157,9 +155,7 @@ def test_by_default_data_workers_have_their_own_cores(
     ("cpu", 1, 1, 3, "1 process with 1 compute thread and 3 data workers: 4 threads"),
     ("cpu", 3, 1, 0, "3 processes with 1 compute thread: 3 threads"),
 )
-def test_more_threads_than_cores_are_reported(
-    device: str, processes: int, threads: int, workers: int, expected: str, monkeypatch
-) -> None:
+def test_more_threads_than_cores_are_reported(device, processes, threads, workers, expected, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
     with monkeypatch.context() as patched:
@@ -174,9 +170,7 @@ def test_more_threads_than_cores_are_reported(
     (1, 10.0, 9.0, ""),  # there is nothing to type
     (2, 2.0, 2.0, ""),  # too short to know,
 )
-def test_a_busy_machine_is_noticed_once_while_training(
-    threads: int, seconds: float, waited: float, advised: str, monkeypatch
-) -> None:
+def test_a_busy_machine_is_noticed_once_while_training(threads, seconds, waited, advised, monkeypatch):
     periods = [0, 0, 1, 2]
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     monkeypatch.setattr(time, "perf_counter", lambda: 100.0 + periods[0] * seconds)

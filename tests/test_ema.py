@@ -13,7 +13,6 @@ import torch
 from helpers import plain_loop as loops
 from helpers.compose import TINY_CPU, build_composed_run, compose_config, prepare_session, train_in
 from helpers.rank_functions import overflow_at, sigterm_at
-from helpers.ranks import Ranks
 from helpers.runs import assert_bitwise_equal, run_outcome
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -62,9 +61,7 @@ MODES = {
 
 
 @pytest.mark.parametrize(("processes", "mode"), MODES.values(), ids=MODES)
-def test_the_average_is_that_of_a_plain_loop_and_is_evaluated(
-    processes: int, mode: tuple[str, ...], ranks: Ranks, tmp_path
-) -> None:
+def test_the_average_is_that_of_a_plain_loop_and_is_evaluated(processes, mode, ranks, tmp_path):
     overrides = (*TINY_CPU, *loops.PLAIN_LOOP_OVERRIDES, *loops.OPTIMIZER_CASES["sgd"][0], *mode, EMA)
     result = ranks(processes).train(compose_config(*overrides), tmp_path)
     average = average_at(tmp_path, loops.STEPS)
@@ -76,7 +73,7 @@ def test_the_average_is_that_of_a_plain_loop_and_is_evaluated(
 
 
 @pytest.mark.parametrize("mode", ["single", "fsdp", "pipeline"])
-def test_a_skipped_update_does_not_advance_the_average(mode: str, ranks: Ranks, tmp_path) -> None:
+def test_a_skipped_update_does_not_advance_the_average(mode, ranks, tmp_path):
     steps = ("steps=6", "eval_every=0", "save_every=1", "keep=6")
     overrides = (*TINY_CPU, *HARD, "precision=16", EMA, f"parallel={mode}", *steps)
     ranks(1 if mode == "single" else 2).train(compose_config(*overrides), tmp_path, partial(overflow_at, 3))
@@ -89,7 +86,7 @@ def test_a_skipped_update_does_not_advance_the_average(mode: str, ranks: Ranks, 
 
 
 @pytest.mark.parametrize("options", [(), ("parallel=ddp",), ("parallel=fsdp",), ("parallel=ensemble",)], ids=str)
-def test_resume_is_bitwise_exact(options: tuple[str, ...], ranks: Ranks, tmp_path) -> None:
+def test_resume_is_bitwise_exact(options, ranks, tmp_path):
     overrides = (*TINY_CPU, *HARD, EMA, *options)
 
     def train(name: str, change: Callable[[Any, Any], None] | None = None) -> Path:
@@ -116,7 +113,7 @@ def test_resume_is_bitwise_exact(options: tuple[str, ...], ranks: Ranks, tmp_pat
         assert_bitwise_equal(got, of_whole)
 
 
-def test_the_average_continues_when_a_run_resumes_in_another_mode(ranks: Ranks, tmp_path) -> None:
+def test_the_average_continues_when_a_run_resumes_in_another_mode(ranks, tmp_path):
     overrides = (*TINY_CPU, *loops.PLAIN_LOOP_OVERRIDES, *loops.OPTIMIZER_CASES["sgd"][0], EMA)
     train_in(tmp_path, build_composed_run(*overrides), partial(sigterm_at, 4, 0))
     ranks(2).train(compose_config(*overrides, "parallel=fsdp"), tmp_path, partial(sigterm_at, 7, 0))
@@ -124,7 +121,7 @@ def test_the_average_continues_when_a_run_resumes_in_another_mode(ranks: Ranks, 
     assert loops.largest_difference(average_at(tmp_path, loops.STEPS), plain_average()) <= 1e-6
 
 
-def test_the_average_begins_after_resume_if_the_checkpoint_has_none(tmp_path, caplog) -> None:
+def test_the_average_begins_after_resume_if_the_checkpoint_has_none(tmp_path, caplog):
     train_in(
         tmp_path, build_composed_run(*TINY_CPU, *loops.PLAIN_LOOP_OVERRIDES), partial(sigterm_at, loops.STEPS - 1, 0)
     )
@@ -134,7 +131,7 @@ def test_the_average_begins_after_resume_if_the_checkpoint_has_none(tmp_path, ca
     assert_bitwise_equal(average_at(tmp_path, loops.STEPS), loops.weights_at(tmp_path, loops.STEPS))
 
 
-def test_the_average_equals_that_of_torchs_averaged_model() -> None:
+def test_the_average_equals_that_of_torchs_averaged_model():
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
     model[0].bias.requires_grad_(False)
     average, theirs = Ema(0.9).build(model), AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
@@ -157,14 +154,14 @@ def test_the_average_equals_that_of_torchs_averaged_model() -> None:
     assert_bitwise_equal(dict(model.state_dict()), before)
 
 
-def test_hogwild_with_an_average_is_refused() -> None:
+def test_hogwild_with_an_average_is_refused():
     with pytest.raises(ConfigError) as refusal:
         prepare_session(build_composed_run(*TINY_CPU, EMA, "parallel=hogwild"))
     assert (refusal.value.key, refusal.value.got) == ("ema.decay", DECAY)
 
 
 @pytest.mark.parametrize(("decay", "num_steps"), [(0.9999, 450), (0.99, 100), (0.999, 1000)])
-def test_a_decay_too_large_for_the_run_is_named_with_one_that_fits(decay: float, num_steps: int) -> None:
+def test_a_decay_too_large_for_the_run_is_named_with_one_that_fits(decay, num_steps):
     warning = Ema(decay).too_slow(num_steps)
     average = 1.0  # the weights are 1 after the first step, and 0 later
     for _ in range(num_steps - 1):

@@ -10,7 +10,6 @@ from helpers import plain_loop
 from helpers.compose import TINY_CPU, build_composed_run, compose_config
 from helpers.events import scalar_curves
 from helpers.rank_functions import sigterm_at
-from helpers.ranks import Ranks
 from helpers.runs import assert_checkpoint_bitwise_equal, checkpoint_tensors
 
 from runner.seeds import derive
@@ -84,9 +83,7 @@ MODES = {
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_fine_tuning_equals_a_plain_loop_and_resumes_bitwise(
-    mode: str, pretrained: str, ranks: Ranks, tmp_path
-) -> None:
+def test_fine_tuning_equals_a_plain_loop_and_resumes_bitwise(mode, pretrained, ranks, tmp_path):
     overrides = (*OVERRIDES, pretrained, *MODES[mode], "save_every=0")
 
     def do(name: str, change: Any = None) -> Any:

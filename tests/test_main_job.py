@@ -7,7 +7,7 @@ from helpers.events import scalar_curves
 from helpers.runs import only_run
 
 
-def test_the_default_run_learns_the_digits_writes_its_directory_and_prints_where_it_is(tmp_path) -> None:
+def test_the_default_run_learns_the_digits_writes_its_directory_and_prints_where_it_is(tmp_path):
     process = run_in_new_interpreter(cwd=tmp_path)
     assert process.returncode == 0, process.stderr
     directory = only_run(tmp_path)

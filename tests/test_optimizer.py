@@ -74,7 +74,7 @@ def steps(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batches: tor
 
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize(("ours", "theirs"), CASES, ids=[repr(ours) for ours, _ in CASES])
-def test_every_step_equals_that_of_torch(ours: Optimizer, theirs: Callable, fused: bool) -> None:
+def test_every_step_equals_that_of_torch(ours, theirs, fused):
     model, reference = network(), network()
     expected = trained(reference, theirs(reference.parameters()))
     optimizer = dataclasses.replace(ours, fused=fused).build(model)
@@ -82,7 +82,7 @@ def test_every_step_equals_that_of_torch(ours: Optimizer, theirs: Callable, fuse
 
 
 @pytest.mark.parametrize("ours", [ours for ours, _ in CASES], ids=repr)
-def test_resume_from_a_loaded_state_is_bitwise_exact(ours: Optimizer) -> None:
+def test_resume_from_a_loaded_state_is_bitwise_exact(ours):
     whole, first, then = network(), network(), network()
     wanted = trained(whole, ours.build(whole), 6)
     optimizer = ours.build(first)
@@ -98,12 +98,12 @@ def groups_of(**options: Any) -> list[tuple[str, float, float, list[str]]]:
     return [tuple(group) for group in SGD(lr=0.1, weight_decay=0.5, **options).parameter_groups(network())]
 
 
-def test_without_options_there_is_one_group() -> None:
+def test_without_options_there_is_one_group():
     assert groups_of() == [("", 0.1, 0.5, ["0.weight", "0.bias", "2.weight", "2.bias"])]
     assert learning_rates(SGD(lr=0.1).build(network())) == {"lr": 0.1}
 
 
-def test_a_parameter_belongs_to_the_first_pattern_that_matches_it() -> None:
+def test_a_parameter_belongs_to_the_first_pattern_that_matches_it():
     found = groups_of(groups={"*.bias": {"weight_decay": 0.0}, "2": {"lr": 0.3}, "0.*": {"lr": 0.2}})
     assert found == [
         ("", 0.1, 0.5, []),
@@ -115,7 +115,7 @@ def test_a_parameter_belongs_to_the_first_pattern_that_matches_it() -> None:
     assert learning_rates(optimizer) == {"lr": 0.1, "lr/2": 0.3}
 
 
-def test_decay_norms_false_exempts_norms_and_biases_unless_a_pattern_matches() -> None:
+def test_decay_norms_false_exempts_norms_and_biases_unless_a_pattern_matches():
     assert groups_of(decay_norms=False, groups={"2.bias": {"weight_decay": 0.25}}) == [
         ("", 0.1, 0.5, ["0.weight", "2.weight"]),
         ("", 0.1, 0.0, ["0.bias"]),
@@ -128,14 +128,14 @@ def test_decay_norms_false_exempts_norms_and_biases_unless_a_pattern_matches() -
     ({"groups": {"*": {"lr": 0.1}, "2": {"lr": 0.2}}}, "optimizer.groups", "2"),
     ({"layer_decay": 0.5}, "optimizer.layer_decay", 0.5),
 )
-def test_groups_without_parameters_are_refused(options: dict[str, Any], key: str, got: object) -> None:
+def test_groups_without_parameters_are_refused(options, key, got):
     """`layer_decay` is refused, too, because the network lists no blocks."""
     with pytest.raises(ConfigError) as refused:
         groups_of(**options)
     assert (refused.value.key, refused.value.got) == (key, got)
 
 
-def test_a_pipeline_stage_has_the_parameter_groups_of_the_whole_model() -> None:
+def test_a_pipeline_stage_has_the_parameter_groups_of_the_whole_model():
     """A group may be empty on a stage."""
     model, options = network(), SGD(lr=0.1, groups={"0": {"lr": 0.3}})
     groups = options.parameter_groups(model)
@@ -150,7 +150,7 @@ def test_a_pipeline_stage_has_the_parameter_groups_of_the_whole_model() -> None:
         ({"options": {"lr_decoy": 0.1}}, "options.lr_decoy"), ({"options": {"lr": 0.1}}, "options.lr"),
         ({"options": {"lr_decay": -1.0}}, "options"), ({"name": "Rprop", "weight_decay": 0.1}, "weight_decay"),
 )  # fmt: skip
-def test_what_a_named_optimizer_does_not_take_is_refused_by_key(options: dict[str, Any], key: str) -> None:
+def test_what_a_named_optimizer_does_not_take_is_refused_by_key(options, key):
     with pytest.raises(ConfigError) as refused:
         Named(lr=0.1, **options).build(network())
     assert refused.value.key == f"optimizer.{key}"

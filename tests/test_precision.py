@@ -106,12 +106,12 @@ def equal(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
     ],
 )
 def test_on_a_cpu_each_precision_is_plain_float32_or_autocast(
-    kind: type[Precision],
-    dtype: torch.dtype | None,
-    warning: str,
-    max_norm: float | None,
+    kind,
+    dtype,
+    warning,
+    max_norm,
     caplog,
-) -> None:
+):
     precision = kind()
     weights = run(precision, max_norm)
     assert equal(weights, by_hand(dtype, max_norm))
@@ -123,13 +123,13 @@ def test_on_a_cpu_each_precision_is_plain_float32_or_autocast(
 
 
 @pytest.mark.parametrize("is_fast", [True, False])
-def test_a_cpu_without_bfloat16_instructions_causes_a_warning(is_fast: bool, monkeypatch, caplog) -> None:
+def test_a_cpu_without_bfloat16_instructions_causes_a_warning(is_fast, monkeypatch, caplog):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512" if is_fast else "AVX2")
     BFloat16().prepare(CPU)
     assert ("no instructions" in caplog.text) is not is_fast
 
 
-def test_64_is_refused_on_a_device_without_float64(monkeypatch) -> None:
+def test_64_is_refused_on_a_device_without_float64(monkeypatch):
     monkeypatch.setattr(accelerator, "has_float64", lambda device: False)
     with pytest.raises(ConfigError) as refused:
         Double().check_device(torch.device("mps"))
@@ -138,7 +138,7 @@ def test_64_is_refused_on_a_device_without_float64(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize(("capability", "expected"), [((7, 5), "highest"), ((8, 0), "high"), ((10, 0), "high")])
-def test_tf32_needs_ampere(capability: tuple, expected: str, monkeypatch) -> None:
+def test_tf32_needs_ampere(capability, expected, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     TF32().prepare(torch.device("cuda"))
     assert torch.get_float32_matmul_precision() == expected
@@ -149,7 +149,7 @@ def test_tf32_needs_ampere(capability: tuple, expected: str, monkeypatch) -> Non
         assert not torch.backends.cudnn.allow_tf32
 
 
-def test_step_returns_the_norm_before_clipping_or_none() -> None:
+def test_step_returns_the_norm_before_clipping_or_none():
     model, precision = network(), Precision()
     optimizer, parameters = torch.optim.SGD(model.parameters(), 0.0), list(model.parameters())
     inputs, targets = next(batches())
@@ -208,9 +208,7 @@ def scaled_by_hand(
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("max_norm", [None, 0.5])
 @pytest.mark.parametrize("steps", [(), (0,), (1, 2, 4)])
-def test_16_equals_torchs_recipe_for_mixed_precision(
-    steps: tuple[int, ...], max_norm: float | None, fused: bool, device: str, monkeypatch
-) -> None:
+def test_16_equals_torchs_recipe_for_mixed_precision(steps, max_norm, fused, device, monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
     where, exact = torch.device(device), device == "cpu" and not fused
     precision, model = scaled(device=where), network(where)
@@ -224,7 +222,7 @@ def test_16_equals_torchs_recipe_for_mixed_precision(
     }
 
 
-def test_skips_are_known_before_the_next_step() -> None:
+def test_skips_are_known_before_the_next_step():
     """The schedule needs their number when the next update is due."""
     precision, model, counts = scaled(), network(), []
 
@@ -236,7 +234,7 @@ def test_skips_are_known_before_the_next_step() -> None:
     assert [*counts, precision.num_skipped()] == [0, 0, 1, 1, 2, 2]
 
 
-def test_the_norm_is_of_unscaled_gradients() -> None:
+def test_the_norm_is_of_unscaled_gradients():
     precision, model, reference = scaled(), network(), network()
     inputs, targets = next(batches())
     with precision.autocast():
@@ -249,7 +247,7 @@ def test_the_norm_is_of_unscaled_gradients() -> None:
     torch.testing.assert_close(norm, torch.nn.utils.get_total_norm(gradients), rtol=1e-2, atol=0)
 
 
-def test_a_resumed_scaler_continues_with_the_same_scale() -> None:
+def test_a_resumed_scaler_continues_with_the_same_scale():
     whole, parts = scaled(growth_interval=3), scaled(growth_interval=3)
     whole_model, parts_model = network(), network()
     train(whole, whole_model, sgd(whole_model), gradient_hook=overflow_at(1))
@@ -263,7 +261,7 @@ def test_a_resumed_scaler_continues_with_the_same_scale() -> None:
 
 
 @pytest.mark.parametrize("kind", [Precision, TF32, Double, BFloat16, Float16])
-def test_any_precision_loads_the_state_of_any_other(kind: type[Precision]) -> None:
+def test_any_precision_loads_the_state_of_any_other(kind):
     model, half = network(), scaled()
     train(half, model, sgd(model), gradient_hook=overflow_at(0))
     for state in (half.state_dict(), Precision().state_dict(), Float16().state_dict()):
@@ -273,7 +271,7 @@ def test_any_precision_loads_the_state_of_any_other(kind: type[Precision]) -> No
     assert fresh.scalars() == {"train/loss_scale": 256.0, "train/skipped_steps": 0.0}
 
 
-def test_the_event_after_the_flag_is_recorded_on_the_stream_of_its_device(monkeypatch) -> None:
+def test_the_event_after_the_flag_is_recorded_on_the_stream_of_its_device(monkeypatch):
     """On that of the current device, a skipped step on another one could be missed, and the averages advance."""
     recorded: list[str] = []
     monkeypatch.setattr(torch, "Event", lambda device: SimpleNamespace(record=recorded.append))
@@ -283,7 +281,7 @@ def test_the_event_after_the_flag_is_recorded_on_the_stream_of_its_device(monkey
 
 
 @pytest.mark.gpu
-def test_a_fused_step_in_16_does_not_wait_for_the_device() -> None:
+def test_a_fused_step_in_16_does_not_wait_for_the_device():
     device = torch.device("cuda")
     precision, model = scaled(device=device), network(device)
     optimizer = SGD(lr=0.1).build(model)
@@ -300,7 +298,7 @@ def test_a_fused_step_in_16_does_not_wait_for_the_device() -> None:
 
 
 @pytest.mark.gpu
-def test_rounding_errors_of_tf32_and_32_are_as_expected_on_cuda() -> None:
+def test_rounding_errors_of_tf32_and_32_are_as_expected_on_cuda():
     device = torch.device("cuda")
     if torch.cuda.get_device_capability(device) < (8, 0):
         pytest.skip("no TF32 units")
@@ -317,7 +315,7 @@ def test_rounding_errors_of_tf32_and_32_are_as_expected_on_cuda() -> None:
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("overflows", [(True, False), (False, True), (True, True), (False, False)])
-def test_an_overflow_on_one_or_two_gpus_skips_the_update_of_both(overflows: tuple[bool, bool], fused: bool) -> None:
+def test_an_overflow_on_one_or_two_gpus_skips_the_update_of_both(overflows, fused):
     model = torch.nn.ModuleList(torch.nn.Linear(2, 2, device=f"cuda:{index}") for index in range(2))
     precision, optimizer = scaled(device=torch.device("cuda", 0)), SGD(lr=0.1, fused=fused).build(model)
     scale = precision.scaled(torch.ones((), device="cuda:0")).item()

@@ -31,9 +31,7 @@ def train(profiler: Profiler, directory: Path, num_steps: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["simple", "advanced", "trace"])
-def test_a_profile_that_cannot_be_written_does_not_hide_the_error_of_the_run(
-    name: str, tmp_path, monkeypatch, caplog
-) -> None:
+def test_a_profile_that_cannot_be_written_does_not_hide_the_error_of_the_run(name, tmp_path, monkeypatch, caplog):
     def full(self: Path, *_: object, **__: object) -> None:
         raise OSError(28, "No space left on device", str(self))
 
@@ -77,7 +75,7 @@ def four_steps(profiler: Profiler, directory: Path, device: torch.device, move) 
         move(3)
 
 
-def test_simple_writes_a_table_of_the_time_per_section(tmp_path, move, caplog) -> None:
+def test_simple_writes_a_table_of_the_time_per_section(tmp_path, move, caplog):
     caplog.set_level(logging.INFO)
     move(1000)  # before the profile: not counted
     four_steps(Simple(), tmp_path, CPU, move)
@@ -93,7 +91,7 @@ def test_simple_writes_a_table_of_the_time_per_section(tmp_path, move, caplog) -
     assert str(tmp_path / "profile" / "simple.txt") in caplog.text
 
 
-def test_simple_waits_for_an_accelerator_while_it_profiles(tmp_path, move, monkeypatch) -> None:
+def test_simple_waits_for_an_accelerator_while_it_profiles(tmp_path, move, monkeypatch):
     waits = []
     monkeypatch.setattr("runner.profiler.synchronize", waits.append)
     device = torch.device("cuda", 1)
@@ -105,7 +103,7 @@ def test_simple_waits_for_an_accelerator_while_it_profiles(tmp_path, move, monke
     assert len(waits) == 25
 
 
-def test_simple_writes_its_table_when_a_run_is_interrupted(tmp_path, move) -> None:
+def test_simple_writes_its_table_when_a_run_is_interrupted(tmp_path, move):
     def interrupted() -> None:
         with Simple().profile(tmp_path, CPU), timer.section("data"):
             move(0.5)
@@ -116,7 +114,7 @@ def test_simple_writes_its_table_when_a_run_is_interrupted(tmp_path, move) -> No
     assert "data                1       0.500" in (tmp_path / "profile" / "simple.txt").read_text()
 
 
-def test_advanced_counts_calls_by_function(tmp_path) -> None:
+def test_advanced_counts_calls_by_function(tmp_path):
     train(Advanced(), tmp_path, 7)
     stats = pstats.Stats(str(tmp_path / "profile" / "advanced.prof"))
     calls = {name: entry[0] for (_, _, name), entry in stats.stats.items()}  # type: ignore[attr-defined]
@@ -137,7 +135,7 @@ def profiled_steps(path: Path) -> list[str]:
     return sorted(names)
 
 
-def test_trace_records_the_active_steps_only(tmp_path, caplog) -> None:
+def test_trace_records_the_active_steps_only(tmp_path, caplog):
     caplog.set_level(logging.INFO)
     train(Trace(wait=2, warmup=1, active=2), tmp_path, 8)
     folder = tmp_path / "profile"
@@ -152,7 +150,7 @@ def test_trace_records_the_active_steps_only(tmp_path, caplog) -> None:
 
 def test_trace_of_a_run_that_ends_while_recording_has_shapes_and_memory_and_one_that_never_begins_warns(
     tmp_path, caplog
-) -> None:
+):
     train(Trace(wait=5, warmup=2, active=1), tmp_path, 3)
     assert list((tmp_path / "profile").iterdir()) == []
     assert "no trace" in caplog.text
@@ -164,7 +162,7 @@ def test_trace_of_a_run_that_ends_while_recording_has_shapes_and_memory_and_one_
     assert "Self CPU Mem" in text
 
 
-def test_each_rank_except_rank_0_has_its_own_folder(tmp_path, monkeypatch) -> None:
+def test_each_rank_except_rank_0_has_its_own_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     for rank in (3, 0):
         monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
@@ -173,7 +171,7 @@ def test_each_rank_except_rank_0_has_its_own_folder(tmp_path, monkeypatch) -> No
 
 
 @pytest.mark.gpu
-def test_trace_on_cuda_holds_kernels(tmp_path) -> None:
+def test_trace_on_cuda_holds_kernels(tmp_path):
     profiler, device = Trace(wait=1, warmup=1, active=1), torch.device("cuda")
     with profiler.profile(tmp_path, device):
         for step in range(1, 5):

@@ -52,7 +52,7 @@ REFUSED: list[tuple[type, str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("kind", "key", "options"), REFUSED, ids=lambda value: getattr(value, "__name__", str(value)))
-def test_options_out_of_range_are_refused_by_key(kind: type, key: str, options: dict[str, Any]) -> None:
+def test_options_out_of_range_are_refused_by_key(kind, key, options):
     with pytest.raises(ConfigError) as refused:
         kind(**options)
     assert refused.value.key == key

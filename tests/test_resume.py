@@ -75,7 +75,7 @@ def whole(tmp_path_factory) -> dict[str, Any]:
     (("deterministic=true", "schedule=cosine", "schedule.warmup=0.3"), (2, 11)),
     ids=lambda value: "-".join(value) if isinstance(value, tuple) and isinstance(value[0], str) else "",
 )
-def test_resume_after_stops_is_bitwise_exact(overrides: tuple[str, ...], steps: Any, tmp_path) -> None:
+def test_resume_after_stops_is_bitwise_exact(overrides, steps, tmp_path):
     wanted = run_outcome(train(tmp_path / "whole", *SHORT, *overrides).directory)
     for step in steps:
         stopped = train(tmp_path / "stopped", *SHORT, *overrides, signalled=step)
@@ -85,7 +85,7 @@ def test_resume_after_stops_is_bitwise_exact(overrides: tuple[str, ...], steps: 
     assert_bitwise_equal(run_outcome(resumed.directory), wanted)
 
 
-def test_resume_after_a_crash_at_each_step_is_bitwise_exact(whole: dict[str, Any], tmp_path) -> None:
+def test_resume_after_a_crash_at_each_step_is_bitwise_exact(whole, tmp_path):
     for step in (4, *range(1, STEPS + 1), 11, 14):
         with pytest.raises(CrashedError) as crash:
             train(tmp_path, *SHORT, crashed=step)
@@ -95,7 +95,7 @@ def test_resume_after_a_crash_at_each_step_is_bitwise_exact(whole: dict[str, Any
     assert_bitwise_equal(run_outcome(train(tmp_path, *SHORT).directory), whole)
 
 
-def test_resume_after_a_truncated_event_is_bitwise_exact(whole: dict[str, Any], tmp_path) -> None:
+def test_resume_after_a_truncated_event_is_bitwise_exact(whole, tmp_path):
     with pytest.raises(CrashedError):
         train(tmp_path, *SHORT, crashed=13)
     [file] = tmp_path.glob("events*")
@@ -109,7 +109,7 @@ def test_resume_after_a_truncated_event_is_bitwise_exact(whole: dict[str, Any], 
     "mode",
     ["dp", "model parallel.cuts=[hidden]", "pipeline parallel.engine=streams parallel.cuts=[hidden]"],
 )
-def test_random_states_of_all_gpus_are_restored(mode: str, tmp_path) -> None:
+def test_random_states_of_all_gpus_are_restored(mode, tmp_path):
     options = (*SHORT, "device=cuda", "deterministic=true", "model.dropout=0.5", *f"parallel={mode}".split())
     wanted = weights_at(train(tmp_path / "whole", *options).directory, STEPS)
     train(tmp_path / "stopped", *options, signalled=4)
@@ -127,7 +127,7 @@ class OneOfTwo(ProcessGroup):
         return make()
 
 
-def test_metric_sums_not_logged_yet_are_restored_on_rank_0_only(tmp_path, caplog) -> None:
+def test_metric_sums_not_logged_yet_are_restored_on_rank_0_only(tmp_path, caplog):
     """The next log all-reduces the metric sums, so only one rank may hold what a single process has saved."""
     train(tmp_path, *SHORT, signalled=5)  # steps 4 and 5 are not logged yet
     rows = {}
@@ -146,7 +146,7 @@ def test_metric_sums_not_logged_yet_are_restored_on_rank_0_only(tmp_path, caplog
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw", "rmsprop", "muon"])
-def test_optimizer_state_gets_the_memory_format_of_its_parameters(optimizer: str) -> None:
+def test_optimizer_state_gets_the_memory_format_of_its_parameters(optimizer):
     """If the formats differ, torch's fused CPU kernels combine the wrong elements, without an error."""
     run = build_composed_run(*TINY_CPU, f"optimizer={optimizer}")
     session = prepare_session(run)
@@ -189,9 +189,7 @@ def stopped(tmp_path_factory) -> tuple[TrainedRun, dict[str, torch.Tensor]]:
     *[(("precision=64",), 1e-4), (("precision=bf16",), 0.2), (("precision=16",), 0.2)],
     ids=str,
 )
-def test_resume_with_changed_options_stays_within_tolerance(
-    changes: tuple[str, ...], tolerance: float, stopped: tuple[TrainedRun, dict[str, torch.Tensor]], tmp_path
-) -> None:
+def test_resume_with_changed_options_stays_within_tolerance(changes, tolerance, stopped, tmp_path):
     before, wanted = stopped
     shutil.copytree(before.directory, tmp_path / "run")
     resumed = train(tmp_path / "run", *UNCHANGED, *changes)
@@ -202,7 +200,7 @@ def test_resume_with_changed_options_stays_within_tolerance(
         assert difference <= tolerance, (name, difference)
 
 
-def test_a_longer_resume_says_that_the_schedule_is_stretched(tmp_path, caplog) -> None:
+def test_a_longer_resume_says_that_the_schedule_is_stretched(tmp_path, caplog):
     for schedule in ("cosine", "constant"):
         train(tmp_path / schedule, "steps=6", f"schedule={schedule}")
         with caplog.at_level(logging.INFO, logger="runner"):
@@ -212,7 +210,7 @@ def test_a_longer_resume_says_that_the_schedule_is_stretched(tmp_path, caplog) -
     assert said.endswith(f" {(1 + math.cos(math.pi * 6 / 14)) / 2:.3g} × optimizer.lr")
 
 
-def test_the_run_in_a_named_directory_is_resumed_or_renamed(tmp_path) -> None:
+def test_the_run_in_a_named_directory_is_resumed_or_renamed(tmp_path):
     words = (*TINY_CPU, "steps=4", "--run-directory=here/run", "resume=auto")
     for wanted in ("done after step 4/4", "all 4 steps are done: nothing is left to do"):
         code, output = run_command(*words, cwd=tmp_path)
@@ -229,7 +227,7 @@ def test_the_run_in_a_named_directory_is_resumed_or_renamed(tmp_path) -> None:
     assert saved_config(tmp_path / "here/run.superseded").values["seed"] == 0
 
 
-def test_a_finished_run_without_checkpoints_cannot_continue_or_become_shorter(tmp_path) -> None:
+def test_a_finished_run_without_checkpoints_cannot_continue_or_become_shorter(tmp_path):
     assert run_command(*TINY_CPU, "steps=4", "keep=0", "--run-directory=run", cwd=tmp_path)[0] == 0
     before = files(tmp_path / "run")
     code, output = run_command("resume=run", cwd=tmp_path)
@@ -242,7 +240,7 @@ def test_a_finished_run_without_checkpoints_cannot_continue_or_become_shorter(tm
 
 
 @pytest.mark.parametrize(("change", "mode"), [("removed", "single"), ("renamed", "single"), ("replaced", "ddp")])
-def test_a_run_whose_directory_is_removed_or_renamed_stops(change: str, mode: str, tmp_path) -> None:
+def test_a_run_whose_directory_is_removed_or_renamed_stops(change, mode, tmp_path):
     """It writes nothing where it was: another run may be in its place."""
     command = Command(tmp_path, *TINY_CPU, "steps=1000000", "save_every=4", "log_every=2", f"parallel={mode}")
     path = command.wait_for_checkpoint(8).single_run_directory
@@ -267,7 +265,7 @@ def files(path: Path) -> dict[str, bytes]:
     return {str(file.relative_to(path)): file.read_bytes() for file in found}
 
 
-def test_a_finished_run_is_not_changed_and_continues_with_more_epochs(tmp_path) -> None:
+def test_a_finished_run_is_not_changed_and_continues_with_more_epochs(tmp_path):
     code, console = run_command(*TINY_CPU, "epochs=1", "save_every=10", "eval_every=10", cwd=tmp_path)
     assert code == 0, console
     path = only_run(tmp_path)
@@ -286,7 +284,7 @@ def test_a_finished_run_is_not_changed_and_continues_with_more_epochs(tmp_path) 
     assert [step for step, _ in scalar_curves(path)["eval/loss"]] == [10, 20, 23, 30, 40, 45]
 
 
-def test_a_resume_that_is_refused_while_the_model_is_built_changes_nothing(tmp_path) -> None:
+def test_a_resume_that_is_refused_while_the_model_is_built_changes_nothing(tmp_path):
     run_successfully(tmp_path, *TINY_CPU, "steps=4", "save_every=2", "keep=2")
     path = only_run(tmp_path)
     before = files(path)
@@ -297,7 +295,7 @@ def test_a_resume_that_is_refused_while_the_model_is_built_changes_nothing(tmp_p
         assert files(path) == before
 
 
-def test_resuming_an_earlier_checkpoint_renames_later_ones(tmp_path) -> None:
+def test_resuming_an_earlier_checkpoint_renames_later_ones(tmp_path):
     schedule = ("steps=12", "save_every=3", "log_every=3", "eval_every=0", "keep=9")
     assert run_command(*TINY_CPU, *HARD, *schedule, cwd=tmp_path)[0] == 0
     path = only_run(tmp_path)

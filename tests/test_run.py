@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import re
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,11 +36,11 @@ def session_of(*overrides: str) -> Session:
     (["epochs=20", "steps=7"], 7),  # `steps` overrides `epochs`
     (["epochs=null", "steps=7"], 7),
 )
-def test_steps_follow_from_epochs(overrides: list[str], steps: int) -> None:
+def test_steps_follow_from_epochs(overrides, steps):
     assert session_of(*overrides).num_steps == steps
 
 
-def test_rounding_errors_in_epochs_add_no_step() -> None:
+def test_rounding_errors_in_epochs_add_no_step():
     """0.1 · 3 · 10 is 3.0000000000000004 in floating point, and must not be rounded up to 4."""
     run = dataclasses.replace(compose.build_composed_run(*compose.TINY_CPU), epochs=0.1 * 3, workload=endless(10.0))
     assert compose.prepare_session(run).num_steps == 3
@@ -60,7 +59,7 @@ def endless(epoch: float | None) -> Any:
     )
 
 
-def test_a_workload_without_epochs_needs_steps() -> None:
+def test_a_workload_without_epochs_needs_steps():
     run = dataclasses.replace(compose.build_composed_run(*compose.TINY_CPU), workload=endless(None))
     with pytest.raises(ConfigError) as refusal:
         compose.prepare_session(run)
@@ -79,12 +78,12 @@ def test_a_workload_without_epochs_needs_steps() -> None:
     (["eval_every=0", "save_every=0"], 0),
     (["eval_every=5", "save_every=5"], 5),
 )
-def test_evaluations_and_checkpoints_come_once_an_epoch_by_default(overrides: list[str], every: int) -> None:
+def test_evaluations_and_checkpoints_come_once_an_epoch_by_default(overrides, every):
     session = session_of(*overrides)
     assert (session.eval_every, session.save_every) == (every, every)
 
 
-def test_a_batch_larger_than_the_data_is_refused() -> None:
+def test_a_batch_larger_than_the_data_is_refused():
     with pytest.raises(ConfigError) as refusal:
         session_of("batch_size=1439")
     assert (refusal.value.key, refusal.value.got) == ("batch_size", 1439)
@@ -97,7 +96,7 @@ def test_a_batch_larger_than_the_data_is_refused() -> None:
     *("optimizer=[adam,adamw]", "workload=[classifier,classifier]", "env=acrobot", "++env.num_envs=4"),
     *("workload=dqn data=synthetic", "workload=dqn data.crop=2"),
 )
-def test_an_option_that_would_be_ignored_is_refused(typed: str) -> None:
+def test_an_option_that_would_be_ignored_is_refused(typed):
     """Hydra would merge several options of a group, and accept those of a group that the workload does not use."""
     words = typed.split()
     run = compose.build_composed_run(*words)
@@ -106,7 +105,7 @@ def test_an_option_that_would_be_ignored_is_refused(typed: str) -> None:
     assert (refusal.value.key, refusal.value.got) == tuple(words[-1].lstrip("+").split("="))
 
 
-def test_checkpoints_are_saved_when_they_are_due(trained: Callable[..., compose.TrainedRun]) -> None:
+def test_checkpoints_are_saved_when_they_are_due(trained):
     run = trained("steps=7", "eval_every=3", "save_every=2", "keep=9")
     saved = {int(path.name.removeprefix("step_")) for path in (run.directory / "checkpoints").glob("step_*")}
     assert {2, 4, 6, 7} <= saved <= {2, 3, 4, 6, 7}, "when it is due, and after an evaluation that is the best so far"
@@ -128,7 +127,7 @@ def changed(config: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
     return new
 
 
-def test_the_hash_covers_what_is_computed() -> None:
+def test_the_hash_covers_what_is_computed():
     config = compose.compose_config()
     before = config_hash(config)
     same = {path[0] for path in leaves(config) if config_hash(changed(config, path)) == before}
@@ -139,13 +138,13 @@ def test_the_hash_covers_what_is_computed() -> None:
     assert re.fullmatch("[0-9a-f]{12}", before)
 
 
-def test_the_hash_does_not_depend_on_order_or_spelling() -> None:
+def test_the_hash_does_not_depend_on_order_or_spelling():
     config = compose.compose_config()
     spelled = compose.compose_config(f"optimizer.lr={config['optimizer']['lr']:.9f}", "precision=32")
     assert config_hash(dict(reversed(config.items()))) == config_hash(spelled) == config_hash(config)
 
 
-def test_building_needs_neither_the_device_nor_the_data() -> None:
+def test_building_needs_neither_the_device_nor_the_data():
     build_run(compose.compose_config("device=cuda", "data=mnist"))
     with pytest.raises(ConfigError) as refusal:
         compose.prepare_session(
@@ -156,7 +155,7 @@ def test_building_needs_neither_the_device_nor_the_data() -> None:
     assert (refusal.value.key, refusal.value.got) == ("data.root", "/nowhere")
 
 
-def test_options_never_change_during_a_run(tmp_path) -> None:
+def test_options_never_change_during_a_run(tmp_path):
     """`train_in` checks this in each test that trains with it; here, that the check notices a change."""
     run = compose.build_composed_run(
         *compose.TINY_CPU, "epochs=0.1", "precision=tf32", "save_every=null", "profiler=trace"
@@ -171,7 +170,7 @@ def test_options_never_change_during_a_run(tmp_path) -> None:
         compose.train_in(tmp_path / "changed", run, change)
 
 
-def test_the_first_lines_say_what_is_trained(tmp_path) -> None:
+def test_the_first_lines_say_what_is_trained(tmp_path):
     code, console = run_command(
         *compose.TINY_CPU, "steps=3", "precision=bf16", "accumulation=4", "name=first", cwd=tmp_path
     )

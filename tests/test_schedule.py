@@ -44,7 +44,7 @@ def close(rates: list[float]):
 
 @pytest.mark.parametrize("num_updates", [10, 99, 100, 1000])
 @pytest.mark.parametrize("milestones", [(0.5, 0.75), (0.29, 0.55, 0.57), (1 / 3, 0.9)])
-def test_step_is_multi_step_lr(num_updates: int, milestones: tuple[float, ...]) -> None:
+def test_step_is_multi_step_lr(num_updates, milestones):
     updates = [math.ceil(round(share * num_updates, 6)) for share in milestones]
     expected = torch_rates(lambda o: lr_scheduler.MultiStepLR(o, updates, gamma=0.2), num_updates)
     assert our_rates(Step(milestones=milestones, gamma=0.2), num_updates) == close(expected)
@@ -52,7 +52,7 @@ def test_step_is_multi_step_lr(num_updates: int, milestones: tuple[float, ...]) 
 
 @pytest.mark.parametrize("num_updates", [1, 2, 7, 100])
 @pytest.mark.parametrize("final", [0.0, 0.1, 1.0])
-def test_cosine_is_cosine_annealing_lr(num_updates: int, final: float) -> None:
+def test_cosine_is_cosine_annealing_lr(num_updates, final):
     expected = torch_rates(
         lambda o: lr_scheduler.CosineAnnealingLR(o, T_max=num_updates, eta_min=final * PEAK), num_updates
     )
@@ -61,7 +61,7 @@ def test_cosine_is_cosine_annealing_lr(num_updates: int, final: float) -> None:
 
 @pytest.mark.parametrize("num_updates", [7, 50, 101, 1000])
 @pytest.mark.parametrize(("rise", "start_div", "final_div"), [(0.3, 25.0, 1e4), (0.5, 10.0, 100.0), (0.9, 2.0, 1.0)])
-def test_one_cycle_is_one_cycle_lr(num_updates: int, rise: float, start_div: float, final_div: float) -> None:
+def test_one_cycle_is_one_cycle_lr(num_updates, rise, start_div, final_div):
     def make(o: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
         return lr_scheduler.OneCycleLR(
             o, PEAK, total_steps=num_updates, pct_start=rise, div_factor=start_div,
@@ -73,7 +73,7 @@ def test_one_cycle_is_one_cycle_lr(num_updates: int, rise: float, start_div: flo
 
 
 @pytest.mark.parametrize(("share", "warmup"), [(0.1, 10), (0.05, 5), (0.01, 1)])
-def test_warm_up_is_linear_lr_before_the_schedule(share: float, warmup: int) -> None:
+def test_warm_up_is_linear_lr_before_the_schedule(share, warmup):
     def make(o: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
         rising = lr_scheduler.LinearLR(o, start_factor=1 / warmup, total_iters=warmup - 1)
         falling = lr_scheduler.CosineAnnealingLR(o, T_max=100 - warmup)
@@ -82,7 +82,7 @@ def test_warm_up_is_linear_lr_before_the_schedule(share: float, warmup: int) -> 
     assert our_rates(Cosine(warmup=share), 100) == close(torch_rates(make, 100))
 
 
-def test_every_group_keeps_its_own_rate() -> None:
+def test_every_group_keeps_its_own_rate():
     groups = [{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": lr} for lr in (0.1, 0.4)]
     chosen = torch.optim.SGD(groups)
     for update in (0, 50, 99, 50):  # in any order: the factor is a pure function of the update

@@ -50,7 +50,7 @@ def test_random_bytes_are_those_of_the_reference_whatever_the_chunk(count, monke
     assert bytes(drawn.tolist()) == words[:count]
 
 
-def test_the_generators_of_all_devices_of_a_process_are_saved(monkeypatch) -> None:
+def test_the_generators_of_all_devices_of_a_process_are_saved(monkeypatch):
     generators = [torch.Generator().manual_seed(seed) for seed in range(3)]  # stand for those of three GPUs
     monkeypatch.setattr(accelerator, "random_state", lambda device: generators[device.index].get_state())
     monkeypatch.setattr(

@@ -10,7 +10,7 @@ from helpers.command import run_command
 from helpers.compose import TINY_CPU, TrainedRun, build_composed_run, compose_config, prepare_session, train_in
 from helpers.events import scalar_curves
 from helpers.rank_functions import sigterm_at
-from helpers.ranks import Ranks, train_on_rank
+from helpers.ranks import train_on_rank
 from helpers.runs import assert_bitwise_equal, only_run, run_outcome
 
 from runner.config.errors import ConfigError
@@ -57,13 +57,11 @@ RULES: list[tuple[str, dict[str, Any], list[float], str]] = [
 
 
 @pytest.mark.parametrize(("direction", "options", "values", "rule"), RULES)
-def test_a_run_ends_after_the_first_evaluation_that_meets_its_rule(
-    direction: str, options: dict[str, Any], values: list[float], rule: str
-) -> None:
+def test_a_run_ends_after_the_first_evaluation_that_meets_its_rule(direction, options, values, rule):
     assert reasons_after(rules(direction, **options), *values) == [*[""] * (len(values) - 1), rule]
 
 
-def test_a_restored_state_continues_the_count_of_evaluations() -> None:
+def test_a_restored_state_continues_the_count_of_evaluations():
     saved, resumed = rules(patience=3), rules(patience=3)
     reasons_after(saved, 0.5, 0.4, 0.4)
     resumed.load_state_dict(saved.state_dict())
@@ -74,7 +72,7 @@ def test_a_restored_state_continues_the_count_of_evaluations() -> None:
 
 
 @pytest.mark.parametrize("change", [{"best": "a"}, {"more": 1}, {"metric": None}])
-def test_an_invalid_state_is_refused(change: dict[str, Any]) -> None:
+def test_an_invalid_state_is_refused(change):
     saved = rules(patience=3)
     reasons_after(saved, 0.5)
     with pytest.raises(UnexpectedContentError):
@@ -85,7 +83,7 @@ def test_an_invalid_state_is_refused(change: dict[str, Any]) -> None:
     "overrides",
     [("stop.metric=eval/f1",), ("stop.metric=train/loss",), (LOSS, "eval_every=0"), ("stop.metric=eval/return",)],
 )
-def test_a_metric_that_is_not_measured_is_refused_before_the_run(overrides: tuple[str, ...]) -> None:
+def test_a_metric_that_is_not_measured_is_refused_before_the_run(overrides):
     with pytest.raises(ConfigError) as refusal:
         prepare_session(build_composed_run(*TINY_CPU, *overrides, "stop.patience=2"))
     assert refusal.value.key == "stop.metric"
@@ -103,7 +101,7 @@ TARGETS = {
 
 
 @pytest.mark.parametrize("overrides", TARGETS, ids=" ".join)
-def test_a_target_that_is_never_reached_is_refused(overrides: tuple[str, ...]) -> None:
+def test_a_target_that_is_never_reached_is_refused(overrides):
     own = [] if overrides[0].startswith("workload=") else TINY_CPU
     run = build_composed_run("device=cpu", *own, *overrides)
     if TARGETS[overrides] is None:
@@ -123,7 +121,7 @@ def test_a_target_that_is_never_reached_is_refused(overrides: tuple[str, ...]) -
     ],
     ids=" ".join,
 )
-def test_a_run_may_end_by_each_metric_that_it_measures(overrides: tuple[str, ...], tmp_path) -> None:
+def test_a_run_may_end_by_each_metric_that_it_measures(overrides, tmp_path):
     run = build_composed_run(*overrides, "steps=1", "device.threads=1")
     measured = train_in(tmp_path, run).result.evaluation
     with pytest.raises(ConfigError) as refusal:
@@ -135,7 +133,7 @@ WORSE_FROM_8 = [3.0, 2.0, 1.0, 0.5, *(1.0 + number for number in range(16))]
 """Losses of evaluations every two steps: the fourth, after step 8, is the best."""
 
 
-def test_a_run_without_improvement_ends_early_and_counts_as_done(tmp_path) -> None:
+def test_a_run_without_improvement_ends_early_and_counts_as_done(tmp_path):
     run = build_composed_run(*TINY_CPU, *STEPS, LOSS, "stop.patience=3")
     ended = train_in(tmp_path, run, partial(replace_losses, WORSE_FROM_8))
     assert (ended.result.status, ended.result.steps) == ("done", 14)
@@ -145,7 +143,7 @@ def test_a_run_without_improvement_ends_early_and_counts_as_done(tmp_path) -> No
 
 
 @pytest.mark.parametrize("mode", ["ddp", "hogwild", "ensemble", "pipeline"])
-def test_all_ranks_stop_after_the_same_step(mode: str, ranks: Ranks, tmp_path) -> None:
+def test_all_ranks_stop_after_the_same_step(mode, ranks, tmp_path):
     overrides = (*TINY_CPU, *STEPS, f"parallel={mode}", LOSS, "stop.patience=3")
     change = partial(scripted_where_summarized, mode)
     if mode == "hogwild":  # which starts its own processes
@@ -164,7 +162,7 @@ def scripted_where_summarized(mode: str, run: Run, session: Session) -> None:
     replace_losses(losses, run, session)
 
 
-def test_resume_continues_the_count_of_patience(tmp_path) -> None:
+def test_resume_continues_the_count_of_patience(tmp_path):
     def train(name: str, change: Callable[[Run, Session], None] | None, losses: list[float]) -> TrainedRun:
         def both(run: Run, session: Session) -> None:
             replace_losses(losses, run, session)
@@ -184,7 +182,7 @@ def test_resume_continues_the_count_of_patience(tmp_path) -> None:
     assert (again.result.status, again.result.steps) == ("done", 14), "the rule is met already"
 
 
-def test_max_time_stops_each_invocation_and_the_resumed_run_is_bitwise_exact(tmp_path, monkeypatch) -> None:
+def test_max_time_stops_each_invocation_and_the_resumed_run_is_bitwise_exact(tmp_path, monkeypatch):
     """The clock advances by one second per step, and starts at zero in each invocation."""
     monkeypatch.setattr(StepTimer, "elapsed", lambda timer: float(timer._rounds))
     overrides = (*TINY_CPU, *STEPS, "steps=12")
@@ -195,7 +193,7 @@ def test_max_time_stops_each_invocation_and_the_resumed_run_is_bitwise_exact(tmp
     assert_bitwise_equal(run_outcome(tmp_path / "parts"), run_outcome(wanted))
 
 
-def test_max_time_that_passes_while_a_stopped_run_is_saved_is_not_the_reason(tmp_path, monkeypatch) -> None:
+def test_max_time_that_passes_while_a_stopped_run_is_saved_is_not_the_reason(tmp_path, monkeypatch):
     clock, save = [0.0], State.save
     monkeypatch.setattr(StepTimer, "elapsed", lambda timer: clock[0])
     monkeypatch.setattr(State, "save", lambda state: (save(state), clock.__setitem__(0, 9.0)))
@@ -206,8 +204,8 @@ def test_max_time_that_passes_while_a_stopped_run_is_saved_is_not_the_reason(tmp
 
 @pytest.mark.parametrize(("ranks_without_time", "ended"), [((0, 1), "stopped"), ((1,), "done")])
 def test_rank_0_decides_whether_max_time_has_passed_and_all_ranks_name_the_rule(
-    ranks_without_time: tuple[int, ...], ended: str, ranks: Ranks, tmp_path
-) -> None:
+    ranks_without_time, ended, ranks, tmp_path
+):
     config = compose_config(*TINY_CPU, *STEPS, "steps=4", "parallel=ddp")
     results = ranks(2).call_on_all(train_on_rank, config, tmp_path, partial(without_time_on, ranks_without_time))
     assert [result.status for result in results] == [ended] * 2
@@ -219,7 +217,7 @@ def without_time_on(without_time: tuple[int, ...], run: Run, session: Session) -
     run.stop.max_time = 1e-9 if session.rank in without_time else None
 
 
-def test_the_exit_code_is_0_after_a_target_and_75_after_max_time(tmp_path) -> None:
+def test_the_exit_code_is_0_after_a_target_and_75_after_max_time(tmp_path):
     early = (*TINY_CPU, *STEPS, LOSS, "stop.target=100", "stop.max_time=100000")
     code, console = run_command(*early, cwd=tmp_path)
     assert code == 0, console

@@ -14,11 +14,10 @@ import pytest
 import safetensors.torch
 import torch
 from helpers.command import run_command
-from helpers.compose import TINY_CPU, TrainedRun, build_composed_run, compose_config, train_in
+from helpers.compose import TINY_CPU, build_composed_run, compose_config, train_in
 from helpers.dry_run import run_in_this_process
 from helpers.events import scalar_curves
 from helpers.plain_loop import PlainSettings, plain_loop
-from helpers.ranks import Ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import runner.training
@@ -54,8 +53,8 @@ def assert_whole_and_finite(directory: Path, steps: list[int]) -> None:
 
 
 def test_the_first_step_that_diverges_is_named_and_its_batch_saved(
-    trained: Callable[..., TrainedRun],
-) -> None:
+    trained,
+):
     run = trained(*DIVERGING, "log_every=40", "save_every=2", "keep=99", "accumulation=4")
     losses = plain_loop(run.run, partial(torch.optim.SGD, lr=900, momentum=0.9), PlainSettings(40)).losses
     first = next(step for step, loss in enumerate(losses, start=1) if not abs(loss) < INF)
@@ -81,13 +80,13 @@ def test_the_first_step_that_diverges_is_named_and_its_batch_saved(
     [(NAN, 7, 5, 3), (INF, 7, 100, 4), (INF, 1, 1, 1), (NAN, 12, 100, 100), (INF, 6, 6, 6)],
 )
 def test_a_loss_that_is_not_finite_is_found_at_the_next_log_or_checkpoint(
-    trained: Callable[..., TrainedRun],
+    trained,
     monkeypatch,
-    bad: float,
-    at: int,
-    log_every: int,
-    save_every: int,
-) -> None:
+    bad,
+    at,
+    log_every,
+    save_every,
+):
     calls = iter(range(1, 100))
     criterion = Classifier.criterion
     monkeypatch.setattr(Classifier, "criterion", lambda *a: criterion(*a) * (bad if next(calls) == at else 1))
@@ -98,9 +97,7 @@ def test_a_loss_that_is_not_finite_is_found_at_the_next_log_or_checkpoint(
     assert_whole_and_finite(run.directory, list(range(save_every, at, save_every)))
 
 
-def test_a_run_that_diverges_on_a_full_disk_is_reported_as_diverged(
-    trained: Callable[..., TrainedRun], monkeypatch, caplog
-) -> None:
+def test_a_run_that_diverges_on_a_full_disk_is_reported_as_diverged(trained, monkeypatch, caplog):
     """The batch cannot be saved, and no incomplete file is left."""
 
     def full(path: Path, content: bytes) -> None:
@@ -119,9 +116,7 @@ def test_a_run_that_diverges_on_a_full_disk_is_reported_as_diverged(
     ("part", "named"),
     [("weight", "conv2.conv.weight"), ("moment", "exp_avg_sq of head.fc.bias"), ("metric", "eval/loss")],
 )
-def test_no_checkpoint_holds_a_number_that_is_not_finite(
-    trained: Callable[..., TrainedRun], monkeypatch, part: str, named: str
-) -> None:
+def test_no_checkpoint_holds_a_number_that_is_not_finite(trained, monkeypatch, part, named):
     save, evaluate = State.save, runner.training.evaluate
 
     def broken_save(state: State) -> None:
@@ -146,7 +141,7 @@ def test_no_checkpoint_holds_a_number_that_is_not_finite(
     assert run.result.best["step"] == 3
 
 
-def test_a_diverged_run_exits_with_3_and_resumes_with_a_smaller_rate(tmp_path) -> None:
+def test_a_diverged_run_exits_with_3_and_resumes_with_a_smaller_rate(tmp_path):
     code, said = run_command(*TINY_CPU, *DIVERGING, "log_every=10", "save_every=1", "keep=9", cwd=tmp_path)
     assert code == 3, said
     [path] = tmp_path.glob("outputs/*/*")
@@ -167,9 +162,7 @@ def test_a_diverged_run_exits_with_3_and_resumes_with_a_smaller_rate(tmp_path) -
     assert all(abs(value) < INF for points in read.values() for _, value in points)
 
 
-def test_large_finite_values_are_saved_although_their_sum_overflows(
-    trained: Callable[..., TrainedRun], monkeypatch
-) -> None:
+def test_large_finite_values_are_saved_although_their_sum_overflows(trained, monkeypatch):
     save = State.save
 
     def large(state: State) -> None:
@@ -181,7 +174,7 @@ def test_large_finite_values_are_saved_although_their_sum_overflows(
     assert_whole_and_finite(run.directory, [1])
 
 
-def test_the_result_agrees_with_the_curves(trained: Callable[..., TrainedRun]) -> None:
+def test_the_result_agrees_with_the_curves(trained):
     before = time.perf_counter()
     run = trained("steps=30", "log_every=5", "eval_every=10", "optimizer.lr=0.02")
     took = time.perf_counter() - before
@@ -203,7 +196,7 @@ def test_the_result_agrees_with_the_curves(trained: Callable[..., TrainedRun]) -
     assert json.loads(json.dumps(result)) == result, "plain values"
 
 
-def test_rank_0_decides_which_evaluation_is_the_best(ranks: Ranks, tmp_path) -> None:
+def test_rank_0_decides_which_evaluation_is_the_best(ranks, tmp_path):
     """The saving of the best model is collective: a rank that alone saw an improvement would wait for the others."""
     config = compose_config(*TINY_CPU, "parallel=ddp", "steps=8", "eval_every=2", "save_every=0", "keep=9")
     result = ranks(2).train(config, tmp_path, improve_on_other_ranks)
@@ -270,7 +263,7 @@ SYNC_CASES = [
 
 
 @pytest.mark.parametrize("overrides", SYNC_CASES)
-def test_no_tensor_value_is_read_between_logs(tmp_path, monkeypatch, overrides: Any) -> None:
+def test_no_tensor_value_is_read_between_logs(tmp_path, monkeypatch, overrides):
     run = build_composed_run(*TINY_CPU, "steps=12", "log_every=4", "eval_every=0", "save_every=0", *overrides)
     detector, active = SyncDetector(), []
 
@@ -301,7 +294,7 @@ def test_no_tensor_value_is_read_between_logs(tmp_path, monkeypatch, overrides: 
     assert detector.found == []
 
 
-def test_operations_that_synchronize_are_detected() -> None:
+def test_operations_that_synchronize_are_detected():
     with SyncDetector() as detector:
         tensor = torch.ones(1)
         _ = tensor.item(), float(tensor), bool(tensor), torch.equal(tensor, tensor), tensor.nonzero()
@@ -310,7 +303,7 @@ def test_operations_that_synchronize_are_detected() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("overrides", SYNC_CASES)
-def test_no_step_synchronizes_with_cuda_between_logs(tmp_path, monkeypatch, overrides: Any) -> None:
+def test_no_step_synchronizes_with_cuda_between_logs(tmp_path, monkeypatch, overrides):
     run = build_composed_run(
         *TINY_CPU, "device=cuda", "data.crop=2", "steps=60", "log_every=20", "eval_every=0", "save_every=0", *overrides
     )
@@ -325,7 +318,7 @@ def test_no_step_synchronizes_with_cuda_between_logs(tmp_path, monkeypatch, over
 @pytest.mark.parametrize(
     "mode", [("batch_size=1",), ("parallel=pipeline", "parallel.engine=streams", "parallel.split_size=1")]
 )
-def test_batch_normalization_of_a_single_value_is_refused(tmp_path, mode: tuple[str, ...]) -> None:
+def test_batch_normalization_of_a_single_value_is_refused(tmp_path, mode):
     """On one device, a step fails; a pipeline fails earlier, when it measures the blocks of the model."""
     small = ("model=resnet18", "data=synthetic", "data.size=32", "device=cpu", "batch_size=4", "steps=1")
     code, said = run_in_this_process([*small, *mode], tmp_path)

@@ -50,7 +50,7 @@ def sweep(tmp_path) -> Path:
     return save_ledger(path, *jobs, {**refused, "code": 2, "error": why})
 
 
-def test_seeds_share_a_row_and_the_best_row_is_first(sweep: Path, capsys) -> None:
+def test_seeds_share_a_row_and_the_best_row_is_first(sweep, capsys):
     table = json.loads(compared(capsys, sweep, "--json"))
     assert (table["keys"], table["metric"], table["direction"]) == (["optimizer.lr"], "eval/accuracy", "max")
     best, other = table["rows"]
@@ -63,7 +63,7 @@ def test_seeds_share_a_row_and_the_best_row_is_first(sweep: Path, capsys) -> Non
     assert [Path(path).name[:3] for path in best["directories"]] == ["002", "003"]
 
 
-def test_failures_come_last_with_state_step_and_reason(sweep: Path, capsys) -> None:
+def test_failures_come_last_with_state_step_and_reason(sweep, capsys):
     why = "optimizer.lr: got 1e9: it must be a number see the comments"
     held = lock(write_run_directory(sweep / "007-running"))
     failures = json.loads(compared(capsys, sweep, "--json"))["failures"]
@@ -78,7 +78,7 @@ def test_failures_come_last_with_state_step_and_reason(sweep: Path, capsys) -> N
     assert [f["values"]["optimizer.lr"] for f in failures[:3]] == [9, 8, "1e9"]
 
 
-def test_csv_markdown_and_terminal_tables_show_the_same_values(sweep: Path, capsys) -> None:
+def test_csv_markdown_and_terminal_tables_show_the_same_values(sweep, capsys):
     rows = list(csv.DictReader(io.StringIO(compared(capsys, sweep, "--csv"))))
     assert [(row["optimizer.lr"], row["seed"], row["best eval/accuracy"], row["state"]) for row in rows] == [
         *(("0.2", "0", "0.95", "done"), ("0.2", "1", "0.97", "done")),
@@ -96,7 +96,7 @@ def test_csv_markdown_and_terminal_tables_show_the_same_values(sweep: Path, caps
     assert next(line.split() for line in shown if line.split()[:1] == ["0.2"])[1:5] == ["2", "0.960", "±", "0.014"]
 
 
-def test_many_differing_keys_are_shown_in_one_column_without_broken_words(tmp_path, capsys) -> None:
+def test_many_differing_keys_are_shown_in_one_column_without_broken_words(tmp_path, capsys):
     more = ["optimizer.weight_decay=0.5", "schedule=cosine", "workload.label_smoothing=0.25", "log_every=7"]
     more += ["data.size=640", "max_grad_norm=0.5", "batch_size=32", "precision=bf16", "eval_every=77", "epochs=40"]
     write_run_directory(tmp_path / "a", "optimizer.lr=0.1", **evaluation_entries(0.9, 0.8))
@@ -108,7 +108,7 @@ def test_many_differing_keys_are_shown_in_one_column_without_broken_words(tmp_pa
     assert "optimizer.lr,schedule," in compared(capsys, tmp_path, "--csv")  # in CSV, each key has a column
 
 
-def test_seed_repeat_name_output_root_and_resume_do_not_separate_rows(tmp_path, capsys) -> None:
+def test_seed_repeat_name_output_root_and_resume_do_not_separate_rows(tmp_path, capsys):
     for i, seed in enumerate((0, 0, 1)):
         keys = f"seed={seed}", f"name=n{i}", f"output_root=o{i}"
         write_run_directory(tmp_path / f"{i}", *keys, **evaluation_entries(0.9, 0.8))
@@ -117,7 +117,7 @@ def test_seed_repeat_name_output_root_and_resume_do_not_separate_rows(tmp_path, 
     assert "| 3 (2 seeds) |" in compared(capsys, tmp_path, "--markdown"), "a seed was run twice"
 
 
-def test_runs_of_different_workloads_differ_in_what_was_typed_and_in_what_both_use(tmp_path, capsys) -> None:
+def test_runs_of_different_workloads_differ_in_what_was_typed_and_in_what_both_use(tmp_path, capsys):
     write_run_directory(tmp_path / "a", "optimizer.lr=0.1", **evaluation_entries(0.9, 0.8))
     for env in ("cartpole", "acrobot"):
         write_run_directory(tmp_path / env, "workload=dqn", f"env={env}", **evaluation_entries(5, 5, "eval/return"))
@@ -130,7 +130,7 @@ def test_runs_of_different_workloads_differ_in_what_was_typed_and_in_what_both_u
     )
 
 
-def test_csv_cells_that_look_like_formulas_are_escaped(tmp_path, capsys) -> None:
+def test_csv_cells_that_look_like_formulas_are_escaped(tmp_path, capsys):
     formulas = ["=1+1", "+A1", "-2+3", "@SUM(A1)"]
     for i, text in enumerate((*formulas, "-0.5", "a=b")):
         write_run_directory(tmp_path / f"{i}", status="crashed", error=text)
@@ -140,7 +140,7 @@ def test_csv_cells_that_look_like_formulas_are_escaped(tmp_path, capsys) -> None
     assert (rows[0]["best =loss"], rows[0]["last =loss"]) == ("-0.5", "-1e-05")
 
 
-def test_rows_are_sorted_by_ascending_loss(tmp_path) -> None:
+def test_rows_are_sorted_by_ascending_loss(tmp_path):
     for lr, loss in ((1, 0.5), (2, 0.3), (3, 0.4)):
         write_run_directory(
             tmp_path / str(lr), f"optimizer.lr={lr}", **evaluation_entries(0.9, 0.9, metrics={"eval/loss": loss})
@@ -151,7 +151,7 @@ def test_rows_are_sorted_by_ascending_loss(tmp_path) -> None:
         assert (comparison.metric, comparison.measures) == ("eval/loss", [LAST, STEPS])
 
 
-def test_the_tag_that_was_taken_for_a_short_name_is_said(tmp_path) -> None:
+def test_the_tag_that_was_taken_for_a_short_name_is_said(tmp_path):
     metrics = {"train/loss": 0.1, "eval/loss": 0.2, "episode/return": 3.0, "eval/length": 4.0}
     write_run_directory(tmp_path / "a", **evaluation_entries(0.9, 0.9, metrics=metrics))
     found = {name: Comparison([tmp_path], name) for name in ("loss", "train/loss", "return", "length")}
@@ -161,7 +161,7 @@ def test_the_tag_that_was_taken_for_a_short_name_is_said(tmp_path) -> None:
     assert found["loss"].meant in as_markdown(found["loss"])
 
 
-def test_metric_direction_is_inferred_from_results_workload_or_name(tmp_path) -> None:
+def test_metric_direction_is_inferred_from_results_workload_or_name(tmp_path):
     def of(name: str, best: float, last: float, metric: str) -> str:
         return direction(
             metric, [MeasuredRun(write_run_directory(tmp_path / name, **evaluation_entries(best, last, metric)))]
@@ -174,7 +174,7 @@ def test_metric_direction_is_inferred_from_results_workload_or_name(tmp_path) ->
     assert direction("eval/loss", []) == "min"
 
 
-def test_options_are_shown_by_the_names_that_were_typed(tmp_path, capsys) -> None:
+def test_options_are_shown_by_the_names_that_were_typed(tmp_path, capsys):
     for number, schedule in enumerate(("cosine", "onecycle")):
         write_run_directory(tmp_path / str(number), f"schedule={schedule}", **evaluation_entries(0.1, 0.1))
     mine = write_run_directory(tmp_path / "2", "schedule=cosine", "schedule.warmup=0.3", **evaluation_entries(0.1, 0.1))
@@ -184,7 +184,7 @@ def test_options_are_shown_by_the_names_that_were_typed(tmp_path, capsys) -> Non
     assert table["keys"] == ["schedule"]
 
 
-def test_non_finite_values_are_left_out(tmp_path, capsys) -> None:
+def test_non_finite_values_are_left_out(tmp_path, capsys):
     write_run_directory(tmp_path / "0", "seed=0", **evaluation_entries(math.nan, 0.5, seconds=math.inf))
     write_run_directory(tmp_path / "1", "seed=1", **evaluation_entries(math.inf, 0.7))
     (row,) = json.loads(compared(capsys, tmp_path, "--json"))["rows"]
@@ -195,7 +195,7 @@ def test_non_finite_values_are_left_out(tmp_path, capsys) -> None:
     }  # fmt: skip
 
 
-def test_control_characters_are_escaped_and_symbolic_links_are_not_followed(sweep: Path, capsys) -> None:
+def test_control_characters_are_escaped_and_symbolic_links_are_not_followed(sweep, capsys):
     outside = write_run_directory(sweep.parent / "outside", "optimizer.lr=0.73519", **evaluation_entries(1.0, 1.0))
     (sweep / "link").symlink_to(outside)
     linked = write_run_directory(sweep / "009-linked", "optimizer.lr=66")
@@ -218,9 +218,7 @@ def test_control_characters_are_escaped_and_symbolic_links_are_not_followed(swee
     (["empty"], "PATH: got 'empty': it contains no run\n  name a run directory"),
     (["sweep", "--metric", "accuracies"], "--metric: got 'accuracies': no run that is done has this metric;\n"),
 )
-def test_invalid_paths_and_options_are_refused(
-    arguments: list[str], why: str, sweep: Path, monkeypatch, capsys
-) -> None:
+def test_invalid_paths_and_options_are_refused(arguments, why, sweep, monkeypatch, capsys):
     monkeypatch.chdir(sweep.parent)
     (sweep.parent / "empty").mkdir()
     assert compare.main(arguments) == 2
@@ -229,18 +227,18 @@ def test_invalid_paths_and_options_are_refused(
     assert printed.out == ""
 
 
-def test_a_sweep_with_only_refused_jobs_is_a_table_of_failures(tmp_path, capsys) -> None:
+def test_a_sweep_with_only_refused_jobs_is_a_table_of_failures(tmp_path, capsys):
     save_ledger(tmp_path, {"overrides": ["steps=x"], "directory": "000-steps=x", "state": "refused", "error": "steps"})
     assert "| 000-steps=x | refused |  | steps |" in compared(capsys, tmp_path, "--markdown").splitlines()
 
 
-def test_each_run_is_found_once_at_any_depth(tmp_path) -> None:
+def test_each_run_is_found_once_at_any_depth(tmp_path):
     run = write_run_directory(tmp_path / "a" / "b")
     write_run_directory(tmp_path / "c")
     assert [each.directory.name for each in find_runs([tmp_path, tmp_path / "a", run])] == ["b", "c"]
 
 
-def test_options_are_labeled_by_file_name_without_the_keys_they_set(tmp_path) -> None:
+def test_options_are_labeled_by_file_name_without_the_keys_they_set(tmp_path):
     for i, (model, lr) in enumerate([("convnet", 0.1), ("tiny", 0.1), ("tiny", 0.2)]):
         write_run_directory(tmp_path / f"{i}", f"model={model}", f"optimizer.lr={lr}", **evaluation_entries(1, 1))
     comparison = Comparison([tmp_path])
@@ -251,7 +249,7 @@ def test_options_are_labeled_by_file_name_without_the_keys_they_set(tmp_path) ->
     assert (labels["optimizer"], labels["optimizer.lr"], labels["model"]) == ("adamw", 0.5, "tiny")
 
 
-def test_mean_and_spread_are_rounded_to_two_digits_of_the_spread() -> None:
+def test_mean_and_spread_are_rounded_to_two_digits_of_the_spread():
     pairs = [(0.001234, 0.0000523), (5.0, 0.0), (0.0, 0.0), (5.31789, math.nan)]
     texts = ["0.001234 ± 0.000052", "5.0000 ± 0.0000", "0.0 ± 0.0", "5.318"]
     assert [str(Spread(*pair)) for pair in pairs] == texts
@@ -266,7 +264,7 @@ def write_seeds(path: Path, losses: dict[float, list[float]], metric: str = "eva
     return path
 
 
-def test_rows_are_compared_with_the_best_one(tmp_path, capsys) -> None:
+def test_rows_are_compared_with_the_best_one(tmp_path, capsys):
     losses = {0.1: [1.00, 1.02, 0.98, 1.01], 0.2: [0.52, 0.49, 0.51, 0.50], 0.3: [0.54, 0.48, 0.50, 0.53]}
     write_seeds(tmp_path, losses)
     write_run_directory(tmp_path / "one", "optimizer.lr=0.4", **evaluation_entries(0.3, 0.3, "eval/loss"))
@@ -291,7 +289,7 @@ def test_rows_are_compared_with_the_best_one(tmp_path, capsys) -> None:
     assert [line.split()[1] for line in marked] == ["0.3"]
 
 
-def test_two_rows_and_against_give_sentences(tmp_path, capsys) -> None:
+def test_two_rows_and_against_give_sentences(tmp_path, capsys):
     write_seeds(tmp_path, {0.1: [0.80, 0.81, 0.82], 0.2: [0.90, 0.92, 0.91], 0.3: [0.85, 0.70, 0.90]}, "eval/accuracy")
     assert len(json.loads(compared(capsys, tmp_path, "--json"))["notes"]) == 1
     for name in ("optimizer.lr=0.1", "0.1-2", str(tmp_path / "0.1-0")):
@@ -309,7 +307,7 @@ def test_two_rows_and_against_give_sentences(tmp_path, capsys) -> None:
     assert "--against: got 'optimizer.lr=7': no row" in capsys.readouterr().err
 
 
-def test_single_seeds_say_nothing_and_seeds_run_twice_count_once(tmp_path, capsys) -> None:
+def test_single_seeds_say_nothing_and_seeds_run_twice_count_once(tmp_path, capsys):
     single = write_seeds(tmp_path / "single", {0.1: [0.8], 0.2: [0.9]})
     table = json.loads(compared(capsys, single, "--json"))
     assert [row["contrast"] for row in table["rows"]] == [None, None]
@@ -320,7 +318,7 @@ def test_single_seeds_say_nothing_and_seeds_run_twice_count_once(tmp_path, capsy
     assert (found.values, found.others) == (pytest.approx([0.8, 0.8]), [0.5, 0.7])
 
 
-def test_narrow_terminals_get_further_columns_below(tmp_path, monkeypatch) -> None:
+def test_narrow_terminals_get_further_columns_below(tmp_path, monkeypatch):
     write_seeds(tmp_path, {0.1: [0.8, 0.81], 0.2: [0.805, 0.92]})
     monkeypatch.setenv("TERM", "dumb")
     comparison = Comparison([tmp_path])

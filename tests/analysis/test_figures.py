@@ -73,7 +73,7 @@ def lines(axes: Any) -> list[list[tuple[float, float]]]:
     return [[(float(xy[0]), float(xy[1])) for xy in line.get_xydata()] for line in axes.lines if len(line.get_xydata())]
 
 
-def test_modes_have_error_bars_and_the_theoretical_curve_touches_the_measurements_from_below(sweep: Sweep) -> None:
+def test_modes_have_error_bars_and_the_theoretical_curve_touches_the_measurements_from_below(sweep):
     figures = add_modes(sweep).pictures()
     assert list(figures) == ["modes", "modes_and_pipeline", "split_size"]
     [axes] = figures["modes_and_pipeline"].axes
@@ -95,7 +95,7 @@ def test_modes_have_error_bars_and_the_theoretical_curve_touches_the_measurement
     assert {"GPipe's bubble alone: 3.4 s · (m+1)/m", "best: 12, 4.3 s", "single: 6.1 s"} <= labels
 
 
-def test_the_batch_size_of_a_curve_is_that_of_an_accumulation_step(sweep: Sweep) -> None:
+def test_the_batch_size_of_a_curve_is_that_of_an_accumulation_step(sweep):
     for number, schedule in itertools.product((2, 5), ("gpipe", "1f1b")):
         pipeline = ("parallel=pipeline", "parallel.split_size=null", f"parallel.num_micro_batches={number}")
         sweep.add(1.0, "batch_size=120", *pipeline, f"parallel.schedule={schedule}", "accumulation=2")
@@ -107,7 +107,7 @@ def test_the_batch_size_of_a_curve_is_that_of_an_accumulation_step(sweep: Sweep)
     assert {(curve.batch_size, curve.stages) for curve in curves} == {(60, 2)}
 
 
-def test_a_sweep_over_numbers_is_drawn_as_lines_with_bands(sweep: Sweep) -> None:
+def test_a_sweep_over_numbers_is_drawn_as_lines_with_bands(sweep):
     for lr, seconds in ((0.3, 3.0), (0.01, 1.0), (0.1, 2.0)):
         for seed in (0, 1):
             sweep.add(seconds + 0.2 * seed, f"optimizer.lr={lr}", f"seed={seed}")
@@ -121,7 +121,7 @@ def test_a_sweep_over_numbers_is_drawn_as_lines_with_bands(sweep: Sweep) -> None
     assert [label.get_text() for label in quality.get_xticklabels()] == ["0.01", "0.1", "0.3"]
 
 
-def test_a_sweep_over_two_keys_is_drawn_over_each_with_colors_for_the_other_and_as_a_heat_map(sweep: Sweep) -> None:
+def test_a_sweep_over_two_keys_is_drawn_over_each_with_colors_for_the_other_and_as_a_heat_map(sweep):
     for precision, lr in itertools.product(("'32'", "bf16", "'64'"), (0.1, 0.2)):
         if (precision, lr) != ("'64'", 0.2):
             sweep.add(10 * lr, f"optimizer.lr={lr}", f"precision={precision}")
@@ -140,7 +140,7 @@ def test_a_sweep_over_two_keys_is_drawn_over_each_with_colors_for_the_other_and_
     assert cells == ["0.1", "0.2", "0.1", "0.1", "0.2"]
 
 
-def test_differences_to_the_best_row_have_their_confidence_intervals(sweep: Sweep) -> None:
+def test_differences_to_the_best_row_have_their_confidence_intervals(sweep):
     accuracies = {0.1: (0.90, 0.92, 0.91), 0.2: (0.80, 0.81, 0.83), 0.3: (0.88, 0.93, 0.89)}
     for lr, values in accuracies.items():
         for seed, accuracy in enumerate(values):
@@ -153,7 +153,7 @@ def test_differences_to_the_best_row_have_their_confidence_intervals(sweep: Swee
         assert [tuple(point) for point in bar] == [(pytest.approx(x), at) for x in theirs.confidence_interval(0.95)]
 
 
-def test_more_than_two_keys_are_drawn_over_each_key(sweep: Sweep) -> None:
+def test_more_than_two_keys_are_drawn_over_each_key(sweep):
     for batch_size, lr, epochs in itertools.product((30, 60), (0.1, 0.2), (1, 2)):
         keys = (f"batch_size={batch_size}", f"optimizer.lr={lr}", f"epochs={epochs}")
         sweep.add(batch_size / 10 + lr + epochs / 20, *keys)
@@ -164,7 +164,7 @@ def test_more_than_two_keys_are_drawn_over_each_key(sweep: Sweep) -> None:
     assert lines(panels["batch_size"]) == [[(30, pytest.approx(0.3225)), (60, pytest.approx(0.6225))]]
 
 
-def test_learning_curves_are_averaged_over_seeds_and_sessions(sweep: Sweep) -> None:
+def test_learning_curves_are_averaged_over_seeds_and_sessions(sweep):
     for lr, seed in itertools.product((0.1, 0.2, 0.3), (0, 1)):
         directory = sweep.add(1.0 - lr, f"optimizer.lr={lr}", f"seed={seed}")
         log_curve(directory, {5: lr + seed, 10: 0.5, 15: 99.0})
@@ -176,7 +176,7 @@ def test_learning_curves_are_averaged_over_seeds_and_sessions(sweep: Sweep) -> N
     assert (axes.get_xlabel(), axes.get_ylabel()) == ("optimizer steps", "eval/accuracy")
 
 
-def test_the_training_metric_is_drawn_if_the_metric_was_evaluated_only_once(sweep: Sweep) -> None:
+def test_the_training_metric_is_drawn_if_the_metric_was_evaluated_only_once(sweep):
     directory = sweep.add(1.0)
     log_curve(directory, {9: 0.5})
     log_curve(directory, {3: 0.1, 6: 0.2, 9: 0.4}, tag="train/accuracy")
@@ -185,7 +185,7 @@ def test_the_training_metric_is_drawn_if_the_metric_was_evaluated_only_once(swee
     assert figures["curves"].axes[0].get_ylabel() == "train/accuracy"
 
 
-def test_pictures_replace_those_of_an_earlier_call(sweep: Sweep, capsys) -> None:
+def test_pictures_replace_those_of_an_earlier_call(sweep, capsys):
     sweep.add(3.0, "workload=resnet50")
     out = sweep.path / "plots"
     assert plot.main([str(sweep.path)]) == 0
@@ -206,7 +206,7 @@ def test_pictures_replace_those_of_an_earlier_call(sweep: Sweep, capsys) -> None
         assert numpy.asarray(Image.open(out / name)).std() > 10, "not a blank sheet"
 
 
-def test_links_and_files_of_other_programs_are_not_replaced(sweep: Sweep, tmp_path) -> None:
+def test_links_and_files_of_other_programs_are_not_replaced(sweep, tmp_path):
     for mode in ("single", "model"):
         sweep.add(1.0, f"parallel={mode}")
     out, elsewhere = sweep.path / "plots", tmp_path / "elsewhere"
@@ -227,7 +227,7 @@ def test_links_and_files_of_other_programs_are_not_replaced(sweep: Sweep, tmp_pa
     assert elsewhere.read_bytes() == before
 
 
-def test_several_sweeps_are_plotted_together_in_their_common_directory(tmp_path, monkeypatch) -> None:
+def test_several_sweeps_are_plotted_together_in_their_common_directory(tmp_path, monkeypatch):
     for name, mode in (("first", "single"), ("second", "model")):
         Sweep(tmp_path / "name" / name).add(1.0, f"parallel={mode}")
     monkeypatch.chdir(tmp_path)
@@ -239,7 +239,7 @@ def test_several_sweeps_are_plotted_together_in_their_common_directory(tmp_path,
     (["crashed"], "PATH: got 'crashed': none of its runs is done\n"),
     (["sweep", "--out", "file"], "--out: got 'file': nothing can be written there (it is not a directory)\n"),
 )
-def test_what_cannot_be_plotted_is_refused(arguments: list[str], why: str, sweep: Sweep, monkeypatch, capsys) -> None:
+def test_what_cannot_be_plotted_is_refused(arguments, why, sweep, monkeypatch, capsys):
     monkeypatch.chdir(sweep.path.parent)
     sweep.add(1.0)
     Path("file").write_text("")
@@ -266,7 +266,7 @@ BROKEN: dict[str, Callable[[Path], object]] = {
 }
 
 
-def test_damaged_files_do_not_stop_plotting(sweep: Sweep, capsys) -> None:
+def test_damaged_files_do_not_stop_plotting(sweep, capsys):
     for lr in (0.1, 0.2):
         log_curve(sweep.add(2.0, f"optimizer.lr={lr}"), {1: 0.1, 2: 0.2, 3: 0.3})
     names = ("config.yaml", "result.json", "environment.json", "events.out.tfevents.0000000001")
@@ -294,7 +294,7 @@ HOSTILE = {
 """Texts in the files of a run, and how they are drawn: what matplotlib and rich would interpret is escaped."""
 
 
-def test_special_characters_in_values_keys_and_metrics_are_escaped(sweep: Sweep, capsys) -> None:
+def test_special_characters_in_values_keys_and_metrics_are_escaped(sweep, capsys):
     for kind, text in enumerate(HOSTILE):
         for value in (text, "b", 10**400):
             directory = sweep.add(1.0, **evaluation_entries(0.5, 0.5, FORMULA))
@@ -312,7 +312,7 @@ def test_special_characters_in_values_keys_and_metrics_are_escaped(sweep: Sweep,
         assert any(drawn[:10] in each for each in texts)
 
 
-def test_a_config_that_no_run_can_have_does_not_stop_plotting(sweep: Sweep) -> None:
+def test_a_config_that_no_run_can_have_does_not_stop_plotting(sweep):
     for size, value in itertools.product((3, 7), ("many", -3, 10**20, None)):
         directory = sweep.add(1.0, "parallel=pipeline", f"parallel.split_size={size}")
         config = {"batch_size": value, "parallel": {"_target_": "a.b", "split_size": size, "stages": value}}

@@ -40,7 +40,7 @@ def names(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
     return [Path(entry["directory"]).name for entry in listed(capsys, *arguments)]
 
 
-def test_runs_are_listed_by_date_with_their_numbers(outputs: Path, capsys) -> None:
+def test_runs_are_listed_by_date_with_their_numbers(outputs, capsys):
     entries = listed(capsys)
     assert [(Path(entry["directory"]).name, entry["status"], entry["steps"], entry["best"]) for entry in entries] == [
         ("old", "done", 7, 0.7),
@@ -65,11 +65,11 @@ def test_runs_are_listed_by_date_with_their_numbers(outputs: Path, capsys) -> No
     (["outputs/sweeps"], ["000-a", "001-b"]),
     (["outputs/other/new"], ["new"]),
 )
-def test_filters_select_the_listed_runs(arguments: list[str], wanted: list[str], outputs: Path, capsys) -> None:
+def test_filters_select_the_listed_runs(arguments, wanted, outputs, capsys):
     assert names(capsys, *arguments) == wanted
 
 
-def test_paths_are_printed_for_other_commands(outputs: Path, capsys) -> None:
+def test_paths_are_printed_for_other_commands(outputs, capsys):
     words = ["--status", "crashed,killed", "--paths"]
     assert runs.main(words) == 0
     assert capsys.readouterr().out == "outputs/classifier/killed\noutputs/sweeps/s/2026/001-b\n"
@@ -80,7 +80,7 @@ def test_paths_are_printed_for_other_commands(outputs: Path, capsys) -> None:
     assert capsys.readouterr().out == "outputs/sweeps/s/2026/001-b\n", "a run that holds its lock is running"
 
 
-def test_config_directories_and_symbolic_links_are_not_listed_as_runs(outputs: Path, capsys) -> None:
+def test_config_directories_and_symbolic_links_are_not_listed_as_runs(outputs, capsys):
     elsewhere = write_run_directory(outputs.parent / "elsewhere" / "run")
     (outputs / "conf").mkdir()
     (outputs / "conf" / "config.yaml").write_text("a: 1\n")
@@ -104,6 +104,6 @@ def test_config_directories_and_symbolic_links_are_not_listed_as_runs(outputs: P
     (["x" * 300], "PATH: got 'xxx"),
     (["--clean"], "--clean: there is no such flag;"),
 )
-def test_invalid_arguments_are_refused(arguments: list[str], why: str, outputs: Path, capsys) -> None:
+def test_invalid_arguments_are_refused(arguments, why, outputs, capsys):
     assert runs.main(arguments) == 2
     assert capsys.readouterr().err.startswith(why)

@@ -27,7 +27,7 @@ MOST_FALSE = stats.binom.ppf(0.999, 1000, LEVEL)
 
 
 @pytest.mark.parametrize("is_paired", [True, False])
-def test_difference_interval_and_p_equal_those_of_scipy(is_paired: bool) -> None:
+def test_difference_interval_and_p_equal_those_of_scipy(is_paired):
     random = numpy.random.default_rng(1)
     one, other = random.normal(0.9, 0.01, 5), random.normal(0.88, 0.03, 5 if is_paired else 8)
     found = contrast(by_seed(one), by_seed(other, 0 if is_paired else UNRELATED))
@@ -39,7 +39,7 @@ def test_difference_interval_and_p_equal_those_of_scipy(is_paired: bool) -> None
     assert found.difference == pytest.approx(one.mean() - other.mean())
 
 
-def test_only_values_of_shared_seeds_are_paired_if_they_are_half_of_the_seeds() -> None:
+def test_only_values_of_shared_seeds_are_paired_if_they_are_half_of_the_seeds():
     row = {0: 1.0, 1: 2.5, 2: 3.0, 3: 4.0}
     found = contrast(row, {3: 3.5, 1: 1.0, 9: 7.0})
     assert found is not None
@@ -51,12 +51,12 @@ def test_only_values_of_shared_seeds_are_paired_if_they_are_half_of_the_seeds() 
 
 
 @pytest.mark.parametrize("counts", [(1, 1), (1, 5), (5, 1), (0, 3)])
-def test_nothing_is_said_with_one_seed(counts: tuple[int, int]) -> None:
+def test_nothing_is_said_with_one_seed(counts):
     for first in (0, UNRELATED):
         assert contrast(by_seed(range(counts[0])), by_seed(range(counts[1]), first)) is None
 
 
-def test_without_any_variation_the_test_is_one_of_permutations() -> None:
+def test_without_any_variation_the_test_is_one_of_permutations():
     steps = numpy.arange(5) / 100
     same = told(by_seed(0.9 + steps), by_seed(0.9 + steps))
     assert (same.difference, same.p, same.differs, same.seeds_needed) == (0, 1, False, None)
@@ -69,7 +69,7 @@ def test_without_any_variation_the_test_is_one_of_permutations() -> None:
 
 @pytest.mark.parametrize("is_paired", [True, False])
 @pytest.mark.parametrize("seeds", [3, 5, 10])
-def test_at_most_five_percent_of_a_thousand_equals_are_called_different(is_paired: bool, seeds: int) -> None:
+def test_at_most_five_percent_of_a_thousand_equals_are_called_different(is_paired, seeds):
     random = numpy.random.default_rng(seeds)
     found = 0
     for _ in range(1000):
@@ -81,9 +81,7 @@ def test_at_most_five_percent_of_a_thousand_equals_are_called_different(is_paire
 
 @pytest.mark.parametrize("is_best", [True, False])
 @pytest.mark.parametrize("rows", [3, 10])
-def test_at_most_five_percent_of_a_thousand_tables_of_equals_have_a_row_that_is_called_different(
-    rows: int, is_best: bool
-) -> None:
+def test_at_most_five_percent_of_a_thousand_tables_of_equals_have_a_row_that_is_called_different(rows, is_best):
     random = numpy.random.default_rng(rows)
     found = 0
     for table in random.normal(size=(1000, rows, 4)):
@@ -93,7 +91,7 @@ def test_at_most_five_percent_of_a_thousand_tables_of_equals_have_a_row_that_is_
     assert found <= MOST_FALSE
 
 
-def test_corrections_are_those_of_the_literature() -> None:
+def test_corrections_are_those_of_the_literature():
     ps = (0.03, 0.001, 0.02, 0.04)
     contrasts = [Contrast([], [], True, 0, 0, 0, 1, p) for p in ps]
     holm = [each.corrected_p for each in corrected(contrasts, is_best=False)]
@@ -103,7 +101,7 @@ def test_corrections_are_those_of_the_literature() -> None:
 
 
 @pytest.mark.parametrize(("is_paired", "size"), [(True, 0.6), (True, 1.5), (False, 0.9), (False, 2.0)])
-def test_the_seeds_needed_find_a_difference_of_that_size_as_often_as_predicted(is_paired: bool, size: float) -> None:
+def test_the_seeds_needed_find_a_difference_of_that_size_as_often_as_predicted(is_paired, size):
     spread = numpy.array([-1.0, 0.0, 1.0])  # of standard deviation 1
     first = 0 if is_paired else UNRELATED
     pilot = told(by_seed(size + (1 if is_paired else 2) * spread), by_seed(0 * spread if is_paired else spread, first))
@@ -124,7 +122,7 @@ def test_the_seeds_needed_find_a_difference_of_that_size_as_often_as_predicted(i
     assert found / 2000 == pytest.approx(power(seeds), abs=0.05)
 
 
-def test_more_comparisons_need_more_seeds() -> None:
+def test_more_comparisons_need_more_seeds():
     random = numpy.random.default_rng(3)
     reference = random.normal(size=5)
     found = [contrast(by_seed(random.normal(1, 1, 5)), by_seed(reference)) for _ in range(9)]

@@ -50,7 +50,7 @@ def grid(tmp_path) -> Path:
     return save_sweep(tmp_path / "sweep", *GRID)
 
 
-def test_the_columns_are_the_swept_keys_and_the_metrics_of_the_workload(grid: Path) -> None:
+def test_the_columns_are_the_swept_keys_and_the_metrics_of_the_workload(grid):
     write_summary(grid)
     types, metrics = hparams_columns(grid)
     assert types == {"optimizer.lr": "DATA_TYPE_FLOAT64", "schedule": "DATA_TYPE_STRING"}
@@ -61,7 +61,7 @@ def test_the_columns_are_the_swept_keys_and_the_metrics_of_the_workload(grid: Pa
     assert [row["status"] for row in rows] == [["STATUS_SUCCESS"]] * 3 + [["STATUS_UNKNOWN"]]
 
 
-def test_values_have_one_type_and_one_spelling_in_the_rows_and_in_the_column(tmp_path) -> None:
+def test_values_have_one_type_and_one_spelling_in_the_rows_and_in_the_column(tmp_path):
     """TensorBoard finds the rows of a value only if it equals the value of the column."""
     values = [("null", "auto", "'16'", "[8]"), ("1.5", "4", "bf16", "[4,4]"), ("2", "4", "bf16", "[4, 4]")]
     jobs: list[Job] = [
@@ -92,7 +92,7 @@ def told(path: Path) -> str:
     return text.tensor_proto.string_val[0].decode()
 
 
-def test_the_tables_have_the_best_jobs_and_the_failures(grid: Path) -> None:
+def test_the_tables_have_the_best_jobs_and_the_failures(grid):
     write_summary(grid)
     lines = told(grid).splitlines()
     assert lines[0] == "4 jobs: 3 done, 1 crashed"
@@ -108,7 +108,7 @@ def test_the_tables_have_the_best_jobs_and_the_failures(grid: Path) -> None:
 
 
 @pytest.mark.parametrize("metric", ["eval/accuracy", "eval/loss"])
-def test_the_best_job(metric: str, tmp_path) -> None:
+def test_the_best_job(metric, tmp_path):
     path = save_sweep(tmp_path, *(([f"optimizer.lr={lr}"], None) for lr in range(1, 5)))
     for run, (best, last) in {"000-job": (0.7, 0.75), "001-job": (0.9, 0.95), "003-job": (0.8, 0.85)}.items():
         flip = -1 if metric == "eval/accuracy" else 1  # the last value is worse than the best one
@@ -118,7 +118,7 @@ def test_the_best_job(metric: str, tmp_path) -> None:
     assert find_best(path) == f"best {metric} {value}: {number:03d}-job"
 
 
-def test_jobs_that_differ_only_in_their_seed_are_compared_by_their_mean(tmp_path) -> None:
+def test_jobs_that_differ_only_in_their_seed_are_compared_by_their_mean(tmp_path):
     """The highest value is one of the learning rate 2, whose mean is lower; of the rate 3, one seed has crashed."""
     values = {("1", 0): 0.75, ("1", 1): 0.85, ("2", 0): 0.95, ("2", 1): 0.25, ("3", 0): 0.9, ("3", 1): None}
     jobs: list[Job] = [([f"optimizer.lr={rate}", f"seed={seed}"], value) for (rate, seed), value in values.items()]
@@ -131,7 +131,7 @@ def test_jobs_that_differ_only_in_their_seed_are_compared_by_their_mean(tmp_path
     assert find_best(seeds) == "eval/accuracy 0.800 ± 0.071, the mean of 2 seeds"
 
 
-def test_a_sweep_without_results_has_no_best_job_and_no_summary(tmp_path) -> None:
+def test_a_sweep_without_results_has_no_best_job_and_no_summary(tmp_path):
     path = save_sweep(tmp_path / "sweep", (["seed=0"], None), (["seed=1"], None))
     for each in (path, tmp_path / "absent"):
         write_summary(each)
@@ -140,7 +140,7 @@ def test_a_sweep_without_results_has_no_best_job_and_no_summary(tmp_path) -> Non
     assert not (tmp_path / "absent").exists()
 
 
-def test_a_summary_that_cannot_be_written_is_a_warning(grid: Path, caplog) -> None:
+def test_a_summary_that_cannot_be_written_is_a_warning(grid, caplog):
     (grid / "events.out.tfevents.1700000000").mkdir()
     with caplog.at_level(logging.WARNING):
         write_summary(grid)
@@ -149,7 +149,7 @@ def test_a_summary_that_cannot_be_written_is_a_warning(grid: Path, caplog) -> No
 
 
 @pytest.mark.parametrize("name", ["../elsewhere", "/etc", "..", ".", "a\0b"])
-def test_directories_outside_the_sweep_that_the_ledger_names_are_not_read(name: str, grid: Path) -> None:
+def test_directories_outside_the_sweep_that_the_ledger_names_are_not_read(name, grid):
     write_run_directory(grid.parent / "elsewhere", **evaluation_entries(1.0, 1.0))
     ledger = json.loads((grid / "sweep.json").read_text())
     ledger["jobs"]["1"]["directory"] = name

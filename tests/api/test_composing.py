@@ -20,7 +20,7 @@ from runner.config.options import CONF
 WORDS = ["parallel=ddp", "precision=16", "optimizer.lr=0.25"]
 
 
-def test_a_config_has_the_values_that_the_command_composes() -> None:
+def test_a_config_has_the_values_that_the_command_composes():
     config = runner.compose(WORDS)
     assert {**config, "name": "test"} == compose_config(*WORDS)
     assert config["optimizer"]["lr"] == 0.25
@@ -28,7 +28,7 @@ def test_a_config_has_the_values_that_the_command_composes() -> None:
     assert OmegaConf.create(str(config)) == OmegaConf.create(dict(config))
 
 
-def test_composing_does_not_change_the_global_state_of_hydra() -> None:
+def test_composing_does_not_change_the_global_state_of_hydra():
     before, config = HydraConfig.instance().cfg, OmegaConf.create({"own": 1})
     HydraConfig.instance().cfg = config  # pyright: ignore[reportAttributeAccessIssue]
     instances, resolvers = dict(Singleton._instances), dict(BaseContainer._resolvers)
@@ -42,7 +42,7 @@ def test_composing_does_not_change_the_global_state_of_hydra() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:(?s).*version_base")  # which Hydra 1.4 does not take
-def test_a_program_that_uses_hydra_itself_can_compose() -> None:
+def test_a_program_that_uses_hydra_itself_can_compose():
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(CONF)):
         assert runner.compose(["seed=7"])["seed"] == 7
@@ -57,14 +57,14 @@ def test_a_program_that_uses_hydra_itself_can_compose() -> None:
     ("parallel=ddp", "overrides"),
     ([3], "overrides"),
 )
-def test_mistakes_are_config_errors_that_name_the_key(words: list[str], key: str) -> None:
+def test_mistakes_are_config_errors_that_name_the_key(words, key):
     with pytest.raises(runner.ConfigError) as error:
         runner.compose(words)
     assert error.value.key.partition(".")[0] == key
     assert error.value.remedy
 
 
-def test_importing_the_package_imports_nothing_large_and_composing_needs_no_torch() -> None:
+def test_importing_the_package_imports_nothing_large_and_composing_needs_no_torch():
     source = (
         "import sys, runner; print({'torch', 'numpy', 'hydra', 'omegaconf'} & {*sys.modules});"
         "runner.compose(['seed=1']); print('torch' in sys.modules)"
@@ -74,7 +74,7 @@ def test_importing_the_package_imports_nothing_large_and_composing_needs_no_torc
     assert done.stdout == "set()\nFalse\n"
 
 
-def test_every_exported_name_exists() -> None:
+def test_every_exported_name_exists():
     assert {name for name in runner.__all__ if getattr(runner, name, None) is None} == set()
     assert set(runner.__all__) <= set(dir(runner))
     with pytest.raises(AttributeError, match="has no attribute 'trian'"):

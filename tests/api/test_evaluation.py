@@ -57,7 +57,7 @@ def wanted_of_images(run: runner.SavedRun, *files: Path) -> dict[str, float]:
     return {"eval/loss": float(loss), "eval/accuracy": float((outputs.argmax(1) == targets).double().mean())}
 
 
-def test_another_table_is_matched_by_name_and_scaled_like_the_training_data() -> None:
+def test_another_table_is_matched_by_name_and_scaled_like_the_training_data():
     write_table("train.csv", -3, 200, "u,v,y")
     cells = write_table("other.csv", 1, 90, "note,y,v,u")
     run = trained(*TABLE, "epochs=10")
@@ -80,7 +80,7 @@ def test_another_table_is_matched_by_name_and_scaled_like_the_training_data() ->
     assert "u, v, y: v is missing" in refused.value.why
 
 
-def test_all_images_of_another_directory_count_even_a_single_one_of_a_class() -> None:
+def test_all_images_of_another_directory_count_even_a_single_one_of_a_class():
     write_photos("photos", dict.fromkeys(COLORS, 10))
     write_photos("others", {"apple": 7, "berry": 1, "cress": 4}, seed=1)
     run = trained(*TINY_CPU, *IMAGES, "steps=8")
@@ -105,7 +105,7 @@ def test_all_images_of_another_directory_count_even_a_single_one_of_a_class() ->
     assert "--split val" in description["data"], "other options than the place of the data choose no other samples"
 
 
-def test_a_split_is_chosen_by_name() -> None:
+def test_a_split_is_chosen_by_name():
     for seed, (split, count) in enumerate({"train": 10, "val": 3, "test": 5}.items()):
         write_photos(f"photos/{split}", dict.fromkeys(COLORS, count), seed)
     run = trained(*TINY_CPU, *IMAGES, "steps=8")
@@ -117,7 +117,7 @@ def test_a_split_is_chosen_by_name() -> None:
     assert run.evaluate("last", ["data.root=photos"]) == of_val, "as there is a val/"
 
 
-def test_all_of_a_data_set_in_memory_is_its_two_parts() -> None:
+def test_all_of_a_data_set_in_memory_is_its_two_parts():
     run = trained(*TINY_CPU, "steps=5")
     parts = [run.evaluate("last", split=split)["eval/accuracy"] for split in ("train", "val", "all")]
     assert parts[2] == pytest.approx((parts[0] * 1438 + parts[1] * 359) / 1797)
@@ -127,7 +127,7 @@ def test_all_of_a_data_set_in_memory_is_its_two_parts() -> None:
     assert "val, train, all" in refused.value.remedy
 
 
-def test_images_that_would_be_normalized_in_another_way_are_refused() -> None:
+def test_images_that_would_be_normalized_in_another_way_are_refused():
     write_photos("photos", dict.fromkeys(COLORS, 4))
     run = trained(*TINY_CPU, *IMAGES, "data.mean=[0.5,0.5,0.5]", "steps=1")
     with pytest.raises(ConfigError) as refused:

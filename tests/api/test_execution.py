@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("elsewhere")
 WORDS = [*TINY_CPU, "steps=6", "eval_every=3"]
 
 
-def test_training_from_python_ends_with_the_weights_of_the_command(tmp_path) -> None:
+def test_training_from_python_ends_with_the_weights_of_the_command(tmp_path):
     (tmp_path / "here").mkdir()
     code, output = run_command(*WORDS, cwd=tmp_path / "there")
     assert code == 0, output
@@ -35,7 +35,7 @@ def test_training_from_python_ends_with_the_weights_of_the_command(tmp_path) -> 
         assert_checkpoint_bitwise_equal(result.directory, checkpoint_tensors(only_run(tmp_path / "there")))
 
 
-def test_a_config_can_be_trained_twice_and_a_result_equals_result_json() -> None:
+def test_a_config_can_be_trained_twice_and_a_result_equals_result_json():
     config = runner.compose(WORDS)
     before = str(config)
     one, other = runner.train(config), runner.train(config)
@@ -52,7 +52,7 @@ def test_a_config_can_be_trained_twice_and_a_result_equals_result_json() -> None
 
 
 @pytest.mark.parametrize("words", [["deterministic=true", "precision=tf32"], ["precision=bf16", "optimizer.lr=0.2"]])
-def test_settings_of_the_caller_neither_change_the_run_nor_are_changed_by_it(words: list[str]) -> None:
+def test_settings_of_the_caller_neither_change_the_run_nor_are_changed_by_it(words):
     usual = runner.train([*WORDS, *words])
     handler = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     torch.set_default_dtype(torch.float64)
@@ -73,7 +73,7 @@ def test_settings_of_the_caller_neither_change_the_run_nor_are_changed_by_it(wor
 
 
 @pytest.mark.parametrize(("word", "key"), [("optimizer.lr=-1", "optimizer.lr"), ("batch_size=5000", "batch_size")])
-def test_a_config_that_cannot_run_is_an_error_and_leaves_nothing_behind(word: str, key: str) -> None:
+def test_a_config_that_cannot_run_is_an_error_and_leaves_nothing_behind(word, key):
     with pytest.raises(runner.ConfigError) as error:
         runner.train([*WORDS, word])
     assert error.value.key == key
@@ -84,7 +84,7 @@ def fail(*_: object, **__: object) -> None:
     raise ZeroDivisionError("on purpose")
 
 
-def test_a_crash_is_raised_with_its_cause_and_the_result(monkeypatch, capfd) -> None:
+def test_a_crash_is_raised_with_its_cause_and_the_result(monkeypatch, capfd):
     monkeypatch.setattr(training, "evaluate", fail)
     with pytest.raises(runner.CrashedError, match="ZeroDivisionError: on purpose") as crash:
         runner.train(WORDS)
@@ -102,7 +102,7 @@ def test_a_crash_is_raised_with_its_cause_and_the_result(monkeypatch, capfd) -> 
 
 def test_a_resumed_run_that_crashes_before_its_first_step_keeps_its_step_count(
     monkeypatch,
-) -> None:
+):
     directory = runner.train(WORDS).directory
     monkeypatch.setattr(training, "prepare", fail)
     with pytest.raises(runner.CrashedError, match="ZeroDivisionError: on purpose") as crash:
@@ -110,13 +110,13 @@ def test_a_resumed_run_that_crashes_before_its_first_step_keeps_its_step_count(
     assert (crash.value.result.status, crash.value.result.steps) == ("crashed", 6)
 
 
-def test_a_run_that_diverged_has_a_result() -> None:
+def test_a_run_that_diverged_has_a_result():
     result = runner.train([*WORDS, "schedule=constant", "optimizer.lr=900", "batch_size=32", "steps=40"])
     assert (result.status, result.exit_code) == ("diverged", 3)
     assert "not finite at step" in result.error
 
 
-def test_a_stop_signal_ends_the_training_and_not_the_program(monkeypatch) -> None:
+def test_a_stop_signal_ends_the_training_and_not_the_program(monkeypatch):
     step = training.train_step
 
     def interrupted(state: training.State, *rest: object) -> torch.Tensor | None:
@@ -130,7 +130,7 @@ def test_a_stop_signal_ends_the_training_and_not_the_program(monkeypatch) -> Non
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_a_run_out_of_memory_is_told_what_it_needs_and_what_would_need_less(monkeypatch, tmp_path) -> None:
+def test_a_run_out_of_memory_is_told_what_it_needs_and_what_would_need_less(monkeypatch, tmp_path):
     words = ["model=convnet", "data=synthetic", "data.size=16", "batch_size=256", "device=cpu", "steps=3"]
     words += ["eval_every=0", f"output_root={tmp_path}"]
     step = training.train_step
@@ -153,13 +153,13 @@ def test_a_run_out_of_memory_is_told_what_it_needs_and_what_would_need_less(monk
 
 
 @pytest.mark.parametrize(("words", "said"), [(["epochs=2"], True), ([], False), (["epochs=null"], False)], ids=str)
-def test_epochs_beside_steps_are_said_to_have_no_effect(words: list[str], said: bool) -> None:
+def test_epochs_beside_steps_are_said_to_have_no_effect(words, said):
     result = runner.train([*WORDS, "steps=1", *words])
     assert result.directory is not None
     assert ("epochs has no effect" in (result.directory / "log.txt").read_text()) is said
 
 
-def test_a_thread_can_train() -> None:
+def test_a_thread_can_train():
     results: list[runner.Result] = []
     thread = threading.Thread(target=lambda: results.append(runner.train(WORDS)))
     thread.start()
@@ -167,7 +167,7 @@ def test_a_thread_can_train() -> None:
     assert results[0].status == "done"
 
 
-def test_imports_and_runs_in_a_notebook_leave_the_process_as_it_was(tmp_path) -> None:
+def test_imports_and_runs_in_a_notebook_leave_the_process_as_it_was(tmp_path):
     write_images(tmp_path / "photos")
     code = "import helpers.process_settings; helpers.process_settings.main()"
     words = [sys.executable, "-c", code, str(tmp_path / "photos")]

@@ -50,7 +50,7 @@ def trained(*overrides: str) -> runner.SavedRun:
     return runner.load(result.directory)
 
 
-def test_a_saved_run_has_its_config_its_result_and_its_checkpoints(run: runner.SavedRun) -> None:
+def test_a_saved_run_has_its_config_its_result_and_its_checkpoints(run):
     typed = (*TINY_CPU, *SHORT, "seed=5", f"output_root={run.directory.parent.parent}")
     assert dict(run.config) == dict(runner.compose(typed))
     assert run.config.overrides[:-1] == typed[:-1]
@@ -63,7 +63,7 @@ def test_a_saved_run_has_its_config_its_result_and_its_checkpoints(run: runner.S
     assert [step for step, _ in curves["train/loss"]] == [4, 8, 12]
 
 
-def test_the_model_has_the_weights_of_the_checkpoint_and_is_in_eval_mode(run: runner.SavedRun) -> None:
+def test_the_model_has_the_weights_of_the_checkpoint_and_is_in_eval_mode(run):
     state = torch.get_rng_state()
     model = run.model(8)
     assert torch.equal(state, torch.get_rng_state())
@@ -72,7 +72,7 @@ def test_the_model_has_the_weights_of_the_checkpoint_and_is_in_eval_mode(run: ru
     assert all(torch.equal(tensor, wanted[name]) for name, tensor in model.state_dict().items())
 
 
-def test_the_model_needs_neither_the_data_nor_the_initial_weights(tmp_path) -> None:
+def test_the_model_needs_neither_the_data_nor_the_initial_weights(tmp_path):
     write_images(tmp_path / "photos")
     torch.save(build_composed_run(*TINY_CPU).workload.model.network((3, 8, 8), 2).state_dict(), "initial.pt")
     options = ("data=imagefolder", "data.root=photos", "data.size=8", "data.workers=0", "batch_size=8")
@@ -83,14 +83,14 @@ def test_the_model_needs_neither_the_data_nor_the_initial_weights(tmp_path) -> N
     assert run.model()(torch.zeros(2, 3, 8, 8)).shape == (2, 2)
 
 
-def test_the_model_of_a_run_with_ema_has_the_averaged_weights() -> None:
+def test_the_model_of_a_run_with_ema_has_the_averaged_weights():
     run = trained("ema.decay=0.9")
     wanted = load_file(run.checkpoint("last") / "ema.safetensors")
     assert all(torch.equal(tensor, wanted[name]) for name, tensor in run.model("last").state_dict().items())
     assert run.evaluate("last") == evaluation(run, 12)
 
 
-def test_a_checkpoint_without_a_signature_has_a_model_but_no_classes(copy: runner.SavedRun) -> None:
+def test_a_checkpoint_without_a_signature_has_a_model_but_no_classes(copy):
     run = copy
     wanted = run.model("last").state_dict()
     for step in run.steps:
@@ -111,7 +111,7 @@ def evaluation(run: runner.SavedRun, step: int) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("mode", ["parallel=ddp", "parallel=fsdp", "parallel=ensemble", "precision=bf16"])
-def test_evaluation_of_a_saved_run_is_bitwise_exact(mode: str) -> None:
+def test_evaluation_of_a_saved_run_is_bitwise_exact(mode):
     run = trained(mode)
     before = {path: path.stat().st_mtime_ns for path in run.directory.rglob("*")}
     assert run.evaluate("last") == evaluation(run, 12)
@@ -120,13 +120,13 @@ def test_evaluation_of_a_saved_run_is_bitwise_exact(mode: str) -> None:
         assert run.evaluate(4, ["parallel=single"]) == pytest.approx(evaluation(run, 4), rel=1e-6)
 
 
-def test_an_earlier_checkpoint_is_evaluated_and_on_other_data(run: runner.SavedRun) -> None:
+def test_an_earlier_checkpoint_is_evaluated_and_on_other_data(run):
     assert run.evaluate(4) == evaluation(run, 4)
     assert run.evaluate(4) != evaluation(run, 8)
     assert run.evaluate(4, ["data.holdout=0.5"])["eval/loss"] != evaluation(run, 4)["eval/loss"]
 
 
-def test_evaluation_of_a_saved_dqn_run_is_exact() -> None:
+def test_evaluation_of_a_saved_dqn_run_is_exact():
     options = ["workload=dqn", "workload.env_steps=600", "workload.warm_up=100", "device=cpu", "device.threads=1"]
     result = runner.train([*options, "model.hidden=[8]", "batch_size=16", "workload.eval_episodes=2"])
     assert runner.load(str(result.directory)).evaluate("last") == result.evaluation
@@ -139,22 +139,20 @@ def test_evaluation_of_a_saved_dqn_run_is_exact() -> None:
     (["data.size=16"], "data.size=16"),
     (["model.hidden=7"], "model.hidden=7"),
 )
-def test_invalid_evaluations_are_config_errors_that_name_the_key(
-    overrides: list[str] | str, key: str, run: runner.SavedRun
-) -> None:
+def test_invalid_evaluations_are_config_errors_that_name_the_key(overrides, key, run):
     with pytest.raises(runner.ConfigError) as error:
         run.evaluate("last", overrides)
     assert error.value.key == key
 
 
-def test_a_directory_that_is_no_run_is_refused(run: runner.SavedRun, tmp_path) -> None:
+def test_a_directory_that_is_no_run_is_refused(run, tmp_path):
     for directory, why in ((run.checkpoint("last"), "it is a checkpoint"), (tmp_path, "there is no run")):
         with pytest.raises(runner.ConfigError, match=why) as error:
             runner.load(directory)
         assert error.value.key == "directory"
 
 
-def test_data_with_other_classes_is_not_evaluated() -> None:
+def test_data_with_other_classes_is_not_evaluated():
     for name in ("photos", "other"):
         write_images(Path(name))
     for split in ("train", "val"):
@@ -165,7 +163,7 @@ def test_data_with_other_classes_is_not_evaluated() -> None:
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "model.json", "manifest.json"])
-def test_a_damaged_checkpoint_is_refused_and_last_means_the_previous_one(file: str, copy: runner.SavedRun) -> None:
+def test_a_damaged_checkpoint_is_refused_and_last_means_the_previous_one(file, copy):
     path = copy.checkpoint(12) / file
     path.write_bytes(path.read_bytes()[:-1] + b"?")
     Image.new("L", (8, 8)).save("gray.png")
@@ -179,7 +177,7 @@ def test_a_damaged_checkpoint_is_refused_and_last_means_the_previous_one(file: s
     assert copy.classes == copy.signature(8)["classes"], "those of the newest intact checkpoint"
 
 
-def test_predictions_are_those_of_the_evaluation(tmp_path) -> None:
+def test_predictions_are_those_of_the_evaluation(tmp_path):
     """The probabilities equal those of the network for the inputs of the evaluation, bit for bit."""
     write_images(tmp_path / "photos")
     options = ("data.root=photos", "data.size=8", "data.center=0.75", "data.workers=0", "batch_size=8")
@@ -205,13 +203,13 @@ def test_predictions_are_those_of_the_evaluation(tmp_path) -> None:
         photos.predict([])
 
 
-def test_images_are_converted_to_gray_for_a_model_with_gray_inputs(run: runner.SavedRun) -> None:
+def test_images_are_converted_to_gray_for_a_model_with_gray_inputs(run):
     pixels = torch.arange(64, dtype=torch.uint8).view(8, 8) * 4
     Image.fromarray(pixels.numpy()).convert("RGB").save("rgb.png")
     assert torch.equal(run.image_input().read("rgb.png"), pixels[None])
 
 
-def test_files_without_permission_are_an_error(tmp_path) -> None:
+def test_files_without_permission_are_an_error(tmp_path):
     """Otherwise, images would be missing from the predictions."""
     secret = tmp_path / "images" / "secret"
     secret.mkdir(parents=True)
@@ -233,9 +231,7 @@ def change_signature(run: runner.SavedRun, **values: Any) -> None:
 
 
 @pytest.mark.parametrize("values", [{"classes": ["a", "b"]}, {"inputs": [1, 4096, 4096]}, {"inputs": [1, 1, 8, 8]}])
-def test_a_signature_of_another_network_is_refused_without_allocating_memory(
-    values: dict[str, Any], copy: runner.SavedRun
-) -> None:
+def test_a_signature_of_another_network_is_refused_without_allocating_memory(values, copy):
     change_signature(copy, image=None, **values)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(runner.ConfigError) as refusal:
@@ -244,7 +240,7 @@ def test_a_signature_of_another_network_is_refused_without_allocating_memory(
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000, "kilobytes"
 
 
-def test_a_saved_run_can_be_used_without_its_tracking_backend(run: runner.SavedRun, copy: runner.SavedRun) -> None:
+def test_a_saved_run_can_be_used_without_its_tracking_backend(run, copy):
     path = copy.directory / "config.yaml"
     tracking = {"_target_": "runner.tracking.remote_backends.MLflow", "uri": "http://localhost:1"}
     path.write_text(config_text(dict(run.config) | {"tracking": tracking}))

@@ -58,7 +58,7 @@ def tree(path: Path) -> dict[str, bytes]:
     return {str(file.relative_to(path)): file.read_bytes() for file in found}
 
 
-def test_the_saved_values_are_the_defaults(run: Path) -> None:
+def test_the_saved_values_are_the_defaults(run):
     shown = show(f"resume={run}")
     assert {key: shown[key] for key in saved(run)} == saved(run) | {"resume": str(run)}
     assert (shown["optimizer"]["lr"], shown["name"], shown["steps"]) == (0.002, "first", 4)
@@ -70,7 +70,7 @@ def test_the_saved_values_are_the_defaults(run: Path) -> None:
 
 
 @pytest.mark.parametrize("folder", ["experiment", "local"])
-def test_an_option_file_cannot_name_the_run_to_resume(folder: str, run: Path, tmp_path) -> None:
+def test_an_option_file_cannot_name_the_run_to_resume(folder, run, tmp_path):
     before = tree(run)
     mine = tmp_path / "mine" / folder / "default.yaml"
     mine.parent.mkdir(parents=True)
@@ -84,7 +84,7 @@ def test_an_option_file_cannot_name_the_run_to_resume(folder: str, run: Path, tm
     assert (again["resume"], again["optimizer"]["lr"]) == (str(run), 0.002)
 
 
-def test_overrides_change_the_saved_values(run: Path) -> None:
+def test_overrides_change_the_saved_values(run):
     shown = show(f"resume={run}", "optimizer.lr=0.1", "parallel=ddp", "parallel.processes=3", "steps=9")
     before = saved(run)
     assert shown["optimizer"] == before["optimizer"] | {"lr": 0.1}
@@ -97,7 +97,7 @@ def test_overrides_change_the_saved_values(run: Path) -> None:
     assert show(f"resume={run}")["tracking"] == compose_config()["tracking"], "a group that the saved config lacks"
 
 
-def test_saved_overrides_are_appended_to_but_not_applied(run: Path) -> None:
+def test_saved_overrides_are_appended_to_but_not_applied(run):
     (run / "overrides.yaml").write_text("- seed=5\n- --experimental-rerun=x\n- steps=4\n- hydra.run.dir=/nowhere\n")
     runner.train([f"resume={run}", "steps=5"])
     listed = ["seed=5", "--experimental-rerun=x", "hydra.run.dir=/nowhere", f"resume='{run}'", "steps=5"]
@@ -125,7 +125,7 @@ HOSTILE: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("values", HOSTILE.values(), ids=HOSTILE.keys())
-def test_a_hostile_config_is_refused_and_nothing_is_written(values: dict[str, Any], run: Path, tmp_path) -> None:
+def test_a_hostile_config_is_refused_and_nothing_is_written(values, run, tmp_path):
     change(run, **values)
     before = tree(tmp_path)
     error = refused(f"resume={run}")
@@ -134,7 +134,7 @@ def test_a_hostile_config_is_refused_and_nothing_is_written(values: dict[str, An
     assert tree(tmp_path) == before
 
 
-def test_a_download_has_to_be_typed_again(run: Path, tmp_path) -> None:
+def test_a_download_has_to_be_typed_again(run, tmp_path):
     """If a saved config could turn on `data.download`, it could make the command write files to any directory."""
     mnist = {"_target_": "runner.data.torchvision_data.Mnist", "root": str(tmp_path / "elsewhere"), "download": True}
     change(run, data=mnist)
@@ -150,7 +150,7 @@ def test_a_download_has_to_be_typed_again(run: Path, tmp_path) -> None:
     ("env.base.Env", "id", "mine:Game-v0"),
     ("optimizer.SGD", "lr", "${oc.env:LR}"),
 )
-def test_what_is_not_trusted_has_to_be_typed_again(node: str, key: str, value: str, run: Path, monkeypatch) -> None:
+def test_what_is_not_trusted_has_to_be_typed_again(node, key, value, run, monkeypatch):
     monkeypatch.setenv("LR", "0.5")
     group = node.partition(".")[0]
     change(run, **{group: {"_target_": f"runner.{node}", key: value}})
@@ -160,14 +160,14 @@ def test_what_is_not_trusted_has_to_be_typed_again(node: str, key: str, value: s
     assert typed == value
 
 
-def test_an_environment_variable_in_a_saved_config_is_not_printed_or_saved(run: Path) -> None:
+def test_an_environment_variable_in_a_saved_config_is_not_printed_or_saved(run):
     change(run, keep=[{"x": "${oc.env:SECRET}"}])
     code, console = run_command(f"resume={run}", "steps=5", cwd=Path.cwd(), SECRET="hidden treasure")
     assert (code, "keep" in console, "Traceback" in console) == (2, True, False)
     assert "treasure" not in console + "".join(map(str, tree(run).values()))
 
 
-def test_an_environment_variable_is_used_but_its_value_is_not_saved(tmp_path) -> None:
+def test_an_environment_variable_is_used_but_its_value_is_not_saved(tmp_path):
     typed = (*TINY_CPU, *STEPS, "optimizer.weight_decay=${oc.env:DECAY}")
     run_successfully(tmp_path, *typed, DECAY="0.2516273")
     [run] = tmp_path.glob("outputs/*/*")
@@ -177,7 +177,7 @@ def test_an_environment_variable_is_used_but_its_value_is_not_saved(tmp_path) ->
     assert (error.key, "DECAY" in error.why) == ("optimizer.weight_decay", True)
 
 
-def test_the_trackers_of_a_saved_config_are_those_of_their_names(run: Path) -> None:
+def test_the_trackers_of_a_saved_config_are_those_of_their_names(run):
     theirs = {"mlflow": {"_target_": "runner.tracking.remote_backends.MLflow", "uri": "https://example.com"}}
     several = {"_target_": "runner.tracking.base.MultiTracker", "names": ["csv", "mlflow"], "trackers": theirs}
     change(run, tracking=several)

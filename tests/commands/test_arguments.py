@@ -21,7 +21,7 @@ def parser() -> Parser:
     ["--json", "out/a", "--checkpoint=7", "seed=1", "~debug"],
     ["--checkpoint", "7", "out/a", "seed=1", "--json", "~debug"],
 )
-def test_flags_may_stand_anywhere(words: list[str]) -> None:
+def test_flags_may_stand_anywhere(words):
     options = parser().parsed(words)
     assert (options.run, options.overrides) == ("out/a", ["seed=1", "~debug"])
     assert (options.json, options.checkpoint, options.config_dir) == (True, "7", None)
@@ -35,14 +35,14 @@ def test_flags_may_stand_anywhere(words: list[str]) -> None:
     (["out/a", "--lr", "1"], "--lr", "type optimizer.lr=…"),
     ([], "the following arguments are required", "python -m runner evaluate --help explains it"),
 )
-def test_a_mistake_is_refused_with_a_suggestion(words: list[str], key: str, remedy: str) -> None:
+def test_a_mistake_is_refused_with_a_suggestion(words, key, remedy):
     with pytest.raises(ConfigError) as refusal:
         parser().parsed(words)
     assert (refusal.value.key, refusal.value.got, refusal.value.remedy) == (key, ABSENT, remedy)
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_subcommand_refuses_an_unknown_flag_and_has_a_help(name: str, capsys) -> None:
+def test_every_subcommand_refuses_an_unknown_flag_and_has_a_help(name, capsys):
     main = importlib.import_module(f"runner.commands.{name}").main
     assert main(["--sumary", "x"]) == 2
     assert capsys.readouterr().err.splitlines()[0] == "--sumary: there is no such flag;"
@@ -56,9 +56,7 @@ def test_every_subcommand_refuses_an_unknown_flag_and_has_a_help(name: str, caps
     (OSError("https://ann:s3cret@host/x: no answer"), 1, "OSError: https://ann:***@host/x: no answer"),
     (KeyboardInterrupt("s3cret"), 130, "interrupted"),
 )
-def test_an_error_of_a_subcommand_is_its_exit_code_and_is_printed_without_secrets(
-    error: BaseException, code: int, words: str, capsys
-) -> None:
+def test_an_error_of_a_subcommand_is_its_exit_code_and_is_printed_without_secrets(error, code, words, capsys):
     @command
     def main(arguments: object) -> int:
         raise error

@@ -70,7 +70,7 @@ def refusal(capsys: pytest.CaptureFixture[str], source: object, destination: obj
     return captured.err
 
 
-def test_a_checkpoint_can_be_chosen_and_the_best_is_the_default(run: Path) -> None:
+def test_a_checkpoint_can_be_chosen_and_the_best_is_the_default(run):
     best = json.loads((run / "result.json").read_text())["best"]["step"]
     for flags, step in {("--checkpoint=last",): 4, ("--checkpoint=3",): 3, (): best}.items():
         assert converted(run, "out.safetensors", *flags, "--force") == 0
@@ -78,7 +78,7 @@ def test_a_checkpoint_can_be_chosen_and_the_best_is_the_default(run: Path) -> No
     assert not same(saved(run, 4), saved(run, 3)), "or the test would see nothing"
 
 
-def test_each_format_has_the_weights_and_a_conversion_back_or_in_place_is_byte_identical(run: Path) -> None:
+def test_each_format_has_the_weights_and_a_conversion_back_or_in_place_is_byte_identical(run):
     weights = saved(run, 4)
     prefixed = {f"module.{name}": tensor for name, tensor in weights.items()}
     for source, destination, flags, wanted in (
@@ -97,7 +97,7 @@ def test_each_format_has_the_weights_and_a_conversion_back_or_in_place_is_byte_i
     assert (signature["classes"], signature["inputs"]) == ([str(digit) for digit in range(10)], [1, 8, 8])
 
 
-def test_views_and_tied_tensors_are_written_without_their_shared_storage(tmp_path) -> None:
+def test_views_and_tied_tensors_are_written_without_their_shared_storage(tmp_path):
     base = torch.randn(1000, 4)
     weights = {"view": base[:2], "tied": base[:2], "turned": base[:3].T}
     torch.save(weights, tmp_path / "in.pt")
@@ -107,7 +107,7 @@ def test_views_and_tied_tensors_are_written_without_their_shared_storage(tmp_pat
         assert (tmp_path / name).stat().st_size < 4000 < (tmp_path / "in.pt").stat().st_size
 
 
-def test_a_run_starts_from_exactly_the_converted_weights(run: Path, capsys) -> None:
+def test_a_run_starts_from_exactly_the_converted_weights(run, capsys):
     for name, flags in {"plain.safetensors": [], "of mine.pt": ["--module-prefix"]}.items():
         assert converted(run, name, "--checkpoint=last", *flags) == 0
         said = capsys.readouterr().out
@@ -121,7 +121,7 @@ def test_a_run_starts_from_exactly_the_converted_weights(run: Path, capsys) -> N
     torch.nn.DataParallel(model).load_state_dict(read("of mine.pt"), strict=True)
 
 
-def test_an_exported_torch_program_has_the_outputs_of_the_model(run: Path) -> None:
+def test_an_exported_torch_program_has_the_outputs_of_the_model(run):
     assert converted(run, "model.pt2") == 0
     files, original = {"model.json": ""}, runner.load(run)
     program = torch.export.load("model.pt2", extra_files=files).module()
@@ -131,12 +131,12 @@ def test_an_exported_torch_program_has_the_outputs_of_the_model(run: Path) -> No
         torch.testing.assert_close(program(inputs), original.model()(inputs), rtol=0, atol=1e-5)
 
 
-def test_a_program_whose_outputs_differ_from_the_model_is_not_written(run: Path, monkeypatch, capsys) -> None:
+def test_a_program_whose_outputs_differ_from_the_model_is_not_written(run, monkeypatch, capsys):
     monkeypatch.setitem(convert.PROGRAMS, ".pt2", lambda model, inputs, *_: model(inputs) * 1.001 + 0.001)
     assert "its outputs differ from those of the model by 0.00" in refusal(capsys, run, "model.pt2")
 
 
-def test_damaged_checkpoints_and_those_of_another_schema_are_refused(run: Path, capsys) -> None:
+def test_damaged_checkpoints_and_those_of_another_schema_are_refused(run, capsys):
     weights = checkpoint(run, 2) / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"?")
     rewrite_manifest(checkpoint(run, 4), schema=99)
@@ -145,7 +145,7 @@ def test_damaged_checkpoints_and_those_of_another_schema_are_refused(run: Path, 
             assert why in refusal(capsys, run, out, f"--checkpoint={choice}")
 
 
-def test_weights_that_the_manifest_does_not_list_are_not_opened(run: Path, capsys) -> None:
+def test_weights_that_the_manifest_does_not_list_are_not_opened(run, capsys):
     """Here, they are a named pipe without a writer, whose opening would block forever."""
     file = checkpoint(run, 4) / "model.safetensors"
     file.unlink()
@@ -155,7 +155,7 @@ def test_weights_that_the_manifest_does_not_list_are_not_opened(run: Path, capsy
     assert "it is not a regular file" in refusal(capsys, file, "out.pt")
 
 
-def test_a_best_checkpoint_that_is_missing_unknown_or_forged_is_refused(run: Path, capsys) -> None:
+def test_a_best_checkpoint_that_is_missing_unknown_or_forged_is_refused(run, capsys):
     file = checkpoint(run, 4) / "state.pt"
     shutil.rmtree(checkpoint(run, 2))
     for best, why in (
@@ -170,7 +170,7 @@ def test_a_best_checkpoint_that_is_missing_unknown_or_forged_is_refused(run: Pat
         assert why in refusal(capsys, run, "out.pt")
 
 
-def test_invalid_sources_destinations_and_flags_are_refused_by_key(run: Path, capsys, monkeypatch) -> None:
+def test_invalid_sources_destinations_and_flags_are_refused_by_key(run, capsys, monkeypatch):
     monkeypatch.setattr(convert, "is_installed", lambda name: False)
     torch.save({"lr": 0.1}, "no_weights.pt")
     torch.save({"weight": torch.ones(2)}, "weights.pt")
@@ -195,7 +195,7 @@ def test_invalid_sources_destinations_and_flags_are_refused_by_key(run: Path, ca
         assert why in output, output
 
 
-def test_a_full_disk_leaves_the_existing_file_unchanged(tmp_path, capsys) -> None:
+def test_a_full_disk_leaves_the_existing_file_unchanged(tmp_path, capsys):
     source, out, name = tmp_path / "in.safetensors", tmp_path / "weights.pt", "weights.pt"
     save_file({"a": torch.zeros(3)}, source)
     out.write_text("precious")

@@ -72,7 +72,7 @@ def row_of(text: str, start: str) -> str:
 
 
 @pytest.mark.usefixtures("two_cards", "nvml")
-def test_each_of_two_devices_is_reported_with_its_own_values() -> None:
+def test_each_of_two_devices_is_reported_with_its_own_values():
     report = json.loads(json.dumps(doctor.gather()))
     first, second = report["devices"]
     assert first == {
@@ -112,7 +112,7 @@ def test_each_of_two_devices_is_reported_with_its_own_values() -> None:
 
 
 @pytest.mark.usefixtures("two_cards", "nvml")
-def test_clocks_need_nvml(monkeypatch) -> None:
+def test_clocks_need_nvml(monkeypatch):
     def fails() -> None:
         raise OSError("NVML Shared Library Not Found")
 
@@ -125,7 +125,7 @@ def test_clocks_need_nvml(monkeypatch) -> None:
     assert "MHz" not in row_of(rendered_report(report), "cuda:0")
 
 
-def test_a_machine_without_cuda_is_reported(monkeypatch, capsys) -> None:
+def test_a_machine_without_cuda_is_reported(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "pynvml", None)  # import pynvml raises ImportError
     simulate_accelerators(monkeypatch, 0)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -143,7 +143,7 @@ def test_a_machine_without_cuda_is_reported(monkeypatch, capsys) -> None:
     assert "12.9 GB" in row_of(rendered_report(doctor.gather()), "mps")
 
 
-def test_a_driver_that_warns_or_raises_is_a_finding(monkeypatch) -> None:
+def test_a_driver_that_warns_or_raises_is_a_finding(monkeypatch):
     def broken() -> bool:
         warnings.warn("CUDA initialization: driver too old\nsee there", stacklevel=1)
         raise RuntimeError("CUDA unknown error")
@@ -157,7 +157,7 @@ def test_a_driver_that_warns_or_raises_is_a_finding(monkeypatch) -> None:
 
 
 @pytest.mark.usefixtures("two_cards", "nvml")
-def test_a_device_that_cannot_compute_is_reported_as_a_finding(monkeypatch) -> None:
+def test_a_device_that_cannot_compute_is_reported_as_a_finding(monkeypatch):
     def computes(device: str) -> bool:
         if device == "cuda:1":
             raise RuntimeError("no kernel image is available for execution on the device")
@@ -172,7 +172,7 @@ def test_a_device_that_cannot_compute_is_reported_as_a_finding(monkeypatch) -> N
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda", "mps"])
 @pytest.mark.parametrize("modern", [True, False])
-def test_the_meaning_of_a_precision_depends_on_what_the_device_computes(kind: str, modern: bool, monkeypatch) -> None:
+def test_the_meaning_of_a_precision_depends_on_what_the_device_computes(kind, modern, monkeypatch):
     has_float64 = modern and kind != "mps"
     computing(monkeypatch, has_tf32=modern and kind == "cuda", has_float64=has_float64, scales_float16=modern)
     found = doctor.meanings_on(torch.device(kind), ["avx2", *["amx_bf16"] * modern])

@@ -23,7 +23,7 @@ def result(tmp_path_factory) -> runner.Result:
     return runner.train([*TINY_CPU, *words, f"output_root={tmp_path_factory.mktemp('evaluate')}"])
 
 
-def test_the_metrics_are_those_of_the_run(result: runner.Result, capsys) -> None:
+def test_the_metrics_are_those_of_the_run(result, capsys):
     capsys.readouterr()
     assert evaluate.main([str(result.directory), "--checkpoint", "last", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
@@ -38,9 +38,7 @@ def test_the_metrics_are_those_of_the_run(result: runner.Result, capsys) -> None
     assert [line.split() for line in others[: len(wanted)]] == wanted
 
 
-def test_numbers_of_each_class_and_the_confusion_matrix_are_those_of_scikit_learn(
-    result: runner.Result, capsys
-) -> None:
+def test_numbers_of_each_class_and_the_confusion_matrix_are_those_of_scikit_learn(result, capsys):
     assert result.directory is not None
     run = runner.load(result.directory)
     workload = build_composed_run(*TINY_CPU).workload
@@ -73,7 +71,7 @@ def test_numbers_of_each_class_and_the_confusion_matrix_are_those_of_scikit_lear
     assert [*(str(never[0]), str(confusion[never[0]].sum())), "–"] in [line[:3] for line in lines]
 
 
-def test_the_csv_of_a_regression_has_its_metrics(tmp_path, capsys) -> None:
+def test_the_csv_of_a_regression_has_its_metrics(tmp_path, capsys):
     result = runner.train(["workload=regression", "device=cpu", "steps=2", f"output_root={tmp_path}"])
     capsys.readouterr()
     assert evaluate.main([str(result.directory), "--csv"]) == 0
@@ -81,7 +79,7 @@ def test_the_csv_of_a_regression_has_its_metrics(tmp_path, capsys) -> None:
     assert {row["metric"]: float(row["value"]) for row in table} == result.evaluation
 
 
-def test_the_best_checkpoint_is_the_default_and_overrides_are_applied(result: runner.Result, capsys) -> None:
+def test_the_best_checkpoint_is_the_default_and_overrides_are_applied(result, capsys):
     assert evaluate.main([str(result.directory), "data.holdout=0.5", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["step"] == result.best["step"]
@@ -89,7 +87,7 @@ def test_the_best_checkpoint_is_the_default_and_overrides_are_applied(result: ru
     assert report["metrics"] != result.evaluation
 
 
-def test_what_is_left_out_of_the_data_is_said(tmp_path, monkeypatch, capsys) -> None:
+def test_what_is_left_out_of_the_data_is_said(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     write_images(tmp_path / "photos")
     Path("photos/val/cat/notes.txt").touch()

@@ -13,7 +13,7 @@ from runner.commands.help import help_text
 from runner.config.options import description, option_files, root_keys
 
 
-def test_help_lists_every_option_and_every_key_with_its_description() -> None:
+def test_help_lists_every_option_and_every_key_with_its_description():
     lines = help_text().splitlines()
     for group, files in option_files().items():
         assert f"{group}=" in lines
@@ -25,7 +25,7 @@ def test_help_lists_every_option_and_every_key_with_its_description() -> None:
     assert max(map(len, lines)) <= 160
 
 
-def test_help_lists_the_options_of_a_config_dir(tmp_path) -> None:
+def test_help_lists_the_options_of_a_config_dir(tmp_path):
     more = tmp_path / "more"
     (more / "model").mkdir(parents=True)
     (more / "model" / "mine.yaml").write_text("# python -m runner model=mine\n# A network of my own.\n")
@@ -36,18 +36,18 @@ def test_help_lists_the_options_of_a_config_dir(tmp_path) -> None:
     assert "_shared" not in text
 
 
-def test_help_lists_the_keys_of_the_chosen_options_with_those_that_they_inherit() -> None:
+def test_help_lists_the_keys_of_the_chosen_options_with_those_that_they_inherit():
     text = help_text(words=["parallel=ddp", "seed=1"])
     assert "\n  processes: auto " in text
     assert "\n  bucket_mb: 25.0 " in text
     assert "bucket_mb" not in help_text()
 
 
-def test_version_prints_the_version_of_this_project(tmp_path) -> None:
+def test_version_prints_the_version_of_this_project(tmp_path):
     assert run_command("--version", cwd=tmp_path, kind="no-torch") == (0, f"runner {__version__}\n")
 
 
-def test_bash_completes_subcommands_options_and_leaves_paths_to_bash(tmp_path) -> None:
+def test_bash_completes_subcommands_options_and_leaves_paths_to_bash(tmp_path):
     (tmp_path / "mine" / "model").mkdir(parents=True)
     (tmp_path / "mine" / "model" / "resnet9.yaml").touch()
     cases = {

@@ -72,7 +72,7 @@ def by_hand(run: runner.Result, seed: int) -> tuple[float, int, list[int]]:
     return total, env.steps, places
 
 
-def test_the_film_and_the_returns_are_those_of_the_greedy_policy(agent: runner.Result, capsys) -> None:
+def test_the_film_and_the_returns_are_those_of_the_greedy_policy(agent, capsys):
     arguments = [str(agent.directory), "--film", "agent.gif", "--episodes", "4", "--seed", "3"]
     capsys.readouterr()
     assert play.main(arguments) == 0
@@ -91,7 +91,7 @@ def test_the_film_and_the_returns_are_those_of_the_greedy_policy(agent: runner.R
     assert len(set(every_other)) > 1
 
 
-def test_mistakes_are_refused_with_the_key(agent: runner.Result, capsys, monkeypatch) -> None:
+def test_mistakes_are_refused_with_the_key(agent, capsys, monkeypatch):
     monkeypatch.setattr(play, "_MAX_FRAMES", 2)
     Path("link.gif").symlink_to("elsewhere.gif")
     classifier = runner.train([*TINY_CPU, "steps=1"])
@@ -118,9 +118,7 @@ def test_mistakes_are_refused_with_the_key(agent: runner.Result, capsys, monkeyp
     assert not Path("elsewhere.gif").exists()
 
 
-def test_a_window_shows_the_episode_and_without_a_display_a_film_is_suggested(
-    agent: runner.Result, monkeypatch, capsys
-) -> None:
+def test_a_window_shows_the_episode_and_without_a_display_a_film_is_suggested(agent, monkeypatch, capsys):
     modes: list[str | None] = []
     create: Callable[..., None] = Corridor.__init__
     monkeypatch.setattr(Corridor, "__init__", lambda env, render_mode=None: (modes.append(render_mode), create(env))[1])

@@ -37,7 +37,7 @@ def run(original: Path, tmp_path, monkeypatch) -> runner.SavedRun:
     return runner.load(directory)
 
 
-def test_the_table_csv_and_json_have_every_prediction(run: runner.SavedRun, capsys) -> None:
+def test_the_table_csv_and_json_have_every_prediction(run, capsys):
     shown = []
     for form in ([], ["--csv"], ["--json"]):
         assert predict.main([str(run.directory), "photos/val", *form]) == 0
@@ -51,7 +51,7 @@ def test_the_table_csv_and_json_have_every_prediction(run: runner.SavedRun, caps
     assert [line.split() for line in lines] == [[e.label, f"{e.probability:.1%}", e.file] for e in wanted[1:]]
 
 
-def test_the_next_classes_and_all_probabilities_are_those_of_the_model(run: runner.SavedRun, capsys) -> None:
+def test_the_next_classes_and_all_probabilities_are_those_of_the_model(run, capsys):
     files = ["photos/val/cat", "photos/val/broken.png"]
     model, read = run.model("best"), run.image_input("best")
     paths = sorted(Path("photos/val/cat").iterdir())
@@ -72,7 +72,7 @@ def test_the_next_classes_and_all_probabilities_are_those_of_the_model(run: runn
     assert capsys.readouterr().out.splitlines()[0].endswith(f"({rows[0]['class 2']} {wanted[0].min():.1%})")
 
 
-def test_class_names_are_escaped_in_the_terminal_and_in_csv(run: runner.SavedRun, capsys) -> None:
+def test_class_names_are_escaped_in_the_terminal_and_in_csv(run, capsys):
     path = run.checkpoint("best")
     signature = json.loads((path / "model.json").read_text())
     (path / "model.json").write_text(json.dumps(signature | {"classes": ["=1\x1b[31ma\nb\ud800", "=2" + "x" * 90_000]}))
@@ -87,7 +87,7 @@ def test_class_names_are_escaped_in_the_terminal_and_in_csv(run: runner.SavedRun
     assert {name[:2] for name in classes} == {"'="}, "no formula either"
 
 
-def test_mistakes_are_refused_with_the_key(run: runner.SavedRun, capsys) -> None:
+def test_mistakes_are_refused_with_the_key(run, capsys):
     Path("empty").mkdir()
     for words, key in {
         ("empty",): "FILES",
@@ -102,7 +102,7 @@ def test_mistakes_are_refused_with_the_key(run: runner.SavedRun, capsys) -> None
         assert f"\n{key}: " in f"\n{captured.err}"
 
 
-def test_only_images_that_are_not_hidden_are_found_in_a_directory(tmp_path) -> None:
+def test_only_images_that_are_not_hidden_are_found_in_a_directory(tmp_path):
     for name in ("a/1.png", "2.JPE", "._3.png", ".ipynb_checkpoints/4.png", "__MACOSX/5.png", "6.txt"):
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)

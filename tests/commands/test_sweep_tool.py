@@ -16,7 +16,7 @@ JOBS = {
 """The jobs of a sweep that was killed."""
 
 
-def test_the_state_of_the_sweep_and_of_its_jobs_is_shown(tmp_path, capsys) -> None:
+def test_the_state_of_the_sweep_and_of_its_jobs_is_shown(tmp_path, capsys):
     def shown(complete: bool = False, jobs: dict[str, Any] = JOBS) -> list[str]:
         ledger = {"typed": [], "complete": complete, "pid": 7, "jobs": jobs}
         (tmp_path / "sweep.json").write_text(json.dumps(ledger))

@@ -89,7 +89,7 @@ def refusal(arguments: list[str], cwd: Path, kind: str) -> str:
 
 
 @pytest.mark.parametrize("line", REFUSED)
-def test_a_mistake_is_refused_without_torch_and_leaves_no_files(line: str, tmp_path) -> None:
+def test_a_mistake_is_refused_without_torch_and_leaves_no_files(line, tmp_path):
     output = refusal(line.split("  "), tmp_path, "no-torch")
     assert any(text.startswith(REFUSED[line][0]) for text in output.splitlines()), output
     for words in REFUSED[line]:
@@ -111,13 +111,13 @@ if not torch.cuda.is_available():
 
 
 @pytest.mark.parametrize("line", REFUSED_LATER)
-def test_a_mistake_found_in_data_or_device_is_refused_and_leaves_no_files(line: str, tmp_path) -> None:
+def test_a_mistake_found_in_data_or_device_is_refused_and_leaves_no_files(line, tmp_path):
     output = refusal(line.split("  "), tmp_path, "ranks")
     for words in REFUSED_LATER[line]:
         assert words in output
 
 
-def test_a_deleted_current_directory_is_refused_without_a_traceback(tmp_path) -> None:
+def test_a_deleted_current_directory_is_refused_without_a_traceback(tmp_path):
     (tmp_path / "gone").mkdir()
     words = ["sh", "-c", 'rmdir ../gone && exec "$0" -m runner seed=1', sys.executable]
     done = subprocess.run(words, cwd=tmp_path / "gone", env=cli.child_environment(), capture_output=True, text=True)
@@ -143,9 +143,7 @@ REFUSED_FILES = [
 
 
 @pytest.mark.parametrize(("file", "content", "words", "texts"), REFUSED_FILES)
-def test_a_mistake_in_an_option_file_is_refused_without_torch(
-    file: str, content: str, words: list[str], texts: list[str], tmp_path
-) -> None:
+def test_a_mistake_in_an_option_file_is_refused_without_torch(file, content, words, texts, tmp_path):
     path = tmp_path / "mine" / f"{file}.yaml"
     path.parent.mkdir(parents=True)
     path.write_text(content)
@@ -154,7 +152,7 @@ def test_a_mistake_in_an_option_file_is_refused_without_torch(
         assert text in output
 
 
-def test_cfg_prints_the_composed_config_without_torch_wherever_the_flag_stands(tmp_path) -> None:
+def test_cfg_prints_the_composed_config_without_torch_wherever_the_flag_stands(tmp_path):
     code, output = cli.run_command(
         "seed=1", "--cfg", "job", "precision=16", "accumulation=4", cwd=tmp_path, kind="no-torch"
     )
@@ -168,7 +166,7 @@ def test_cfg_prints_the_composed_config_without_torch_wherever_the_flag_stands(t
     assert (code, yaml.safe_load(output)["name"]) == (0, "0-s"), "as it is saved"
 
 
-def test_a_closed_pipe_on_stdout_is_not_an_error(tmp_path) -> None:
+def test_a_closed_pipe_on_stdout_is_not_an_error(tmp_path):
     """For example, with `| head`."""
     reading, writing = os.pipe()
     os.close(reading)
@@ -178,7 +176,7 @@ def test_a_closed_pipe_on_stdout_is_not_an_error(tmp_path) -> None:
     assert (process.returncode, "Broken" in output, "Traceback" in output) == (0, False, False), output
 
 
-def test_a_run_has_a_labeled_directory_with_the_composed_config(tmp_path) -> None:
+def test_a_run_has_a_labeled_directory_with_the_composed_config(tmp_path):
     words = ("precision=16", "accumulation=4", "steps=2", *TINY_CPU, "name=a b")
     code, output = cli.run_command(*words, cwd=tmp_path)
     assert code == 0, output
@@ -192,7 +190,7 @@ def test_a_run_has_a_labeled_directory_with_the_composed_config(tmp_path) -> Non
     assert f"run: 'outputs/a b/{path.name}'\n" in output
 
 
-def test_a_sweep_has_a_labeled_directory_for_each_job_and_no_other_files(tmp_path) -> None:
+def test_a_sweep_has_a_labeled_directory_for_each_job_and_no_other_files(tmp_path):
     typed = ("-m", "precision=16,32", "name=a,b c", "output_root=y=z")
     code, output = cli.run_command(*TINY_CPU, "steps=1", *typed, cwd=tmp_path)
     assert code == 0, output
@@ -211,7 +209,7 @@ def test_a_sweep_has_a_labeled_directory_for_each_job_and_no_other_files(tmp_pat
     assert cli.names_left_in(tmp_path) == {"y=z"}
 
 
-def test_a_job_that_is_refused_or_diverges_does_not_end_the_others(tmp_path) -> None:
+def test_a_job_that_is_refused_or_diverges_does_not_end_the_others(tmp_path):
     rates = "optimizer.weight_decay=-1,1000,0"
     code, output = cli.run_command(*TINY_CPU, "-m", rates, "steps=30", "log_every=5", cwd=tmp_path)
     assert code == 2, output
@@ -222,7 +220,7 @@ def test_a_job_that_is_refused_or_diverges_does_not_end_the_others(tmp_path) -> 
     assert "Traceback" not in output
 
 
-def test_a_job_that_is_killed_is_resumed_and_does_not_end_the_others(tmp_path) -> None:
+def test_a_job_that_is_killed_is_resumed_and_does_not_end_the_others(tmp_path):
     words = (*TINY_CPU, "-m", "seed=1,2,3", "steps=60", "save_every=20", "eval_every=0", "sweep.retries=1")
     command = cli.Command(tmp_path, *words, STEP_GATE=f"50:{tmp_path / 'go'}")
     cli.wait_until(lambda: cli.glob(tmp_path, "outputs/sweeps/*/*/000-*/checkpoints/step_????????"))
@@ -237,7 +235,7 @@ def test_a_job_that_is_killed_is_resumed_and_does_not_end_the_others(tmp_path) -
     assert states == {"0": "done", "1": "done", "2": "done"}
 
 
-def test_secrets_in_the_overrides_of_a_sweep_are_neither_printed_nor_written(tmp_path) -> None:
+def test_secrets_in_the_overrides_of_a_sweep_are_neither_printed_nor_written(tmp_path):
     secret = ("data=synthetic", "+data.token=s3cret", "seed=1,2", "steps=1")
     code, console = cli.run_command(*TINY_CPU, "-m", *secret, "name=https://ann:s3cret@host", cwd=tmp_path)
     assert code == 2, console  # there is no such option

@@ -13,7 +13,7 @@ from runner.optimizer import SGD
 from runner.run import Run
 
 
-def test_an_error_is_unchanged_by_pickling_and_copying() -> None:
+def test_an_error_is_unchanged_by_pickling_and_copying():
     """A rank pickles an error to send it to the parent process; `ABSENT` must stay the same object."""
     for error in (
         errors.ConfigError("key", errors.ABSENT, "why", "do"),
@@ -26,19 +26,19 @@ def test_an_error_is_unchanged_by_pickling_and_copying() -> None:
             assert (copied.got is errors.ABSENT) == (error.got is errors.ABSENT)
 
 
-def test_see_comments_names_the_file_that_explains_a_component() -> None:
+def test_see_comments_names_the_file_that_explains_a_component():
     assert "conf/optimizer/sgd.yaml" in errors.see_comments(SGD(lr=0.1))
     assert "conf/optimizer/sgd.yaml" in errors.see_comments(SGD)
     assert "conf/config.yaml" in errors.see_comments(Run)
 
 
-def test_errors_under_prepends_the_path_to_the_key() -> None:
+def test_errors_under_prepends_the_path_to_the_key():
     with pytest.raises(errors.ConfigError) as refusal, errors.errors_under("a"), errors.errors_under("b"):
         raise errors.ConfigError("c", 1, "no", "yes")
     assert (refusal.value.key, str(refusal.value)) == ("a.b.c", "a.b.c: got 1: no\n  yes")
 
 
-def test_control_characters_are_escaped_and_long_keys_and_values_shortened() -> None:
+def test_control_characters_are_escaped_and_long_keys_and_values_shortened():
     error = errors.ConfigError("a\x1b[31m\nb", "c\x07\n\x9b", "d\x08 ü\u202e", "e\x00")
     assert str(error) == "a\\x1b[31m\\nb: got 'c\\x07\\n\\x9b': d\\x08 ü\\u202e\n  e\\x00"
     assert str(errors.ConfigError("k" * 1000, errors.ABSENT, "why", "do")) == f"{'k' * 79}…: why\n  do"
@@ -48,13 +48,13 @@ def test_control_characters_are_escaped_and_long_keys_and_values_shortened() -> 
 
 
 @pytest.mark.parametrize("value", [1.001, 2, 3, None, 1, 3.001, math.nan, math.inf, -math.inf, 10**400, -(10**400)])
-def test_a_range_includes_some_ends_and_null(value: float | None) -> None:
+def test_a_range_includes_some_ends_and_null(value):
     fits = value is None or value in (1.001, 2, 3)
     with nullcontext() if fits else pytest.raises(errors.ConfigError, match="> 1 and ≤ 3"):
         errors.check_range(dataclasses.make_dataclass("C", ["x"])(value), "x", above=1, most=3)
 
 
-def test_did_you_mean_suggests_the_nearest_or_lists_all() -> None:
+def test_did_you_mean_suggests_the_nearest_or_lists_all():
     assert errors.did_you_mean("lrr", ["lr", "momentum"]) == "did you mean lr?"
     assert errors.did_you_mean("LR", ["lr"]) == "did you mean lr?"
     assert errors.did_you_mean("lrr", ["lr"], "optimizer.") == "did you mean optimizer.lr?"

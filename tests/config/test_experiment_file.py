@@ -17,7 +17,7 @@ def written(overrides: list[str], directory: Path, config_dir: str | None = None
     return file.read_text(encoding="utf-8")
 
 
-def test_the_last_choice_of_a_group_counts_and_deleted_keys_are_left_out() -> None:
+def test_the_last_choice_of_a_group_counts_and_deleted_keys_are_left_out():
     text = experiment_file(["optimizer=adamw", "~max_grad_norm", "optimizer=adam"], ["the best", "of all"])
     assert text.startswith("# @package _global_\n# the best\n# of all\ndefaults:\n")
     assert yaml.safe_load(text) == {"defaults": [{"override /optimizer": "adam"}, "_self_"]}
@@ -34,13 +34,13 @@ def test_the_last_choice_of_a_group_counts_and_deleted_keys_are_left_out() -> No
     ["data=imagefolder", "data.root=/data/run #1", "name=007"],
     ids=" ".join,
 )
-def test_a_written_experiment_composes_to_the_config_of_its_overrides(overrides: list[str], tmp_path) -> None:
+def test_a_written_experiment_composes_to_the_config_of_its_overrides(overrides, tmp_path):
     written(overrides, tmp_path)
     typed = Composer().run(overrides).config
     assert Composer(str(tmp_path)).run(["experiment=best"]).config == typed
 
 
-def test_options_of_user_defined_groups_are_written_to_the_experiment(tmp_path) -> None:
+def test_options_of_user_defined_groups_are_written_to_the_experiment(tmp_path):
     file = tmp_path / "mine" / "mine.yaml"
     file.parent.mkdir()
     file.write_text("a: 1\nb: 2\n")

@@ -16,7 +16,7 @@ REFUSED_HYDRA_KEYS = [
 
 @pytest.mark.parametrize("prefix", ["", "+", "++", "~"])
 @pytest.mark.parametrize("word", [*REFUSED_HYDRA_KEYS, "hydra/launcher", "hydra", "hydra.verbose"])
-def test_a_hydra_key_is_refused_with_any_prefix(word: str, prefix: str) -> None:
+def test_a_hydra_key_is_refused_with_any_prefix(word, prefix):
     with pytest.raises(ConfigError) as refusal:
         checked_override(f"{prefix}{word}")
     assert refusal.value.key == f"{prefix}{word}".partition("=")[0]
@@ -39,11 +39,11 @@ def test_a_hydra_key_is_refused_with_any_prefix(word: str, prefix: str) -> None:
     ("data.file=my table (1).csv", "data.file='my table (1).csv'"),
     ("~seed", "~seed"),
 )
-def test_values_are_quoted_for_hydra(typed: str, wanted: str) -> None:
+def test_values_are_quoted_for_hydra(typed, wanted):
     assert quoted(typed, sweep=False) == wanted
 
 
-def test_a_comma_separates_values_in_a_sweep_and_is_text_in_a_single_run() -> None:
+def test_a_comma_separates_values_in_a_sweep_and_is_text_in_a_single_run():
     assert quoted("name=a b,c", sweep=True) == "name='a b',c"
     assert quoted("model.weights=ü.pt,null", sweep=True) == "model.weights='ü.pt',null"
     assert quoted("optimizer.lr=0.1,0.2", sweep=True) == "optimizer.lr=0.1,0.2"
@@ -56,13 +56,13 @@ def test_a_comma_separates_values_in_a_sweep_and_is_text_in_a_single_run() -> No
     ("output_root=sort(choice(b,a),reverse=true)", ["b", "a"]),
     ("name=range(1,3)", ["1", "2"]),
 )
-def test_hydra_functions_expand_to_the_values_of_a_sweep(typed: str, values: list[str]) -> None:
+def test_hydra_functions_expand_to_the_values_of_a_sweep(typed, values):
     [override] = OverridesParser.create().parse_overrides([quoted(typed, sweep=True)])
     assert list(override.sweep_string_iterator()) == values
 
 
 @pytest.mark.parametrize("value", ["1.10", "1e-3", "016", "1_000", "0x10", "true", "False", "inf", "nan", "-0", ".5"])
-def test_text_options_keep_exactly_what_was_typed(value: str) -> None:
+def test_text_options_keep_exactly_what_was_typed(value):
     for key in ("name", "output_root", "data.root"):
         [override] = OverridesParser.create().parse_overrides([quoted(f"{key}={value}", sweep=False)])
         assert (override.value(), type(override.value())) == (value, str)
@@ -70,7 +70,7 @@ def test_text_options_keep_exactly_what_was_typed(value: str) -> None:
     assert list(override.sweep_string_iterator()) == [f"'{value}'", "x"] or value in ("016", "0x10")
 
 
-def test_paths_of_runs_and_files_need_no_quotes() -> None:
+def test_paths_of_runs_and_files_need_no_quotes():
     for word in ("resume=outputs/a/2026-01-01_12-00-00-abc-lr=0.1+steps=3", "data.file=2026-01.csv", "env.id=A/B-v1"):
         assert text_override(*word.split("=", 1)) == word
         [override] = OverridesParser.create().parse_overrides([quoted(word, sweep=False)])
@@ -78,7 +78,7 @@ def test_paths_of_runs_and_files_need_no_quotes() -> None:
     assert text_override("env.id", "1=2") == "\"env.id='1=2'\"", "Hydra would read it as something else"
 
 
-def test_a_tilde_at_the_beginning_of_a_path_is_expanded(monkeypatch) -> None:
+def test_a_tilde_at_the_beginning_of_a_path_is_expanded(monkeypatch):
     monkeypatch.setenv("HOME", "/me")
     assert quoted("output_root=~/runs", sweep=False) == "output_root=/me/runs"
     assert quoted("name=~", sweep=False) == "name='~'"
@@ -88,13 +88,13 @@ def test_a_tilde_at_the_beginning_of_a_path_is_expanded(monkeypatch) -> None:
         assert (refusal.value.key, refusal.value.got) == ("data.root", value)
 
 
-def test_groups_are_the_folders_of_conf_with_numeric_options_in_order() -> None:
+def test_groups_are_the_folders_of_conf_with_numeric_options_in_order():
     assert groups()["accumulation"] == ["1", "2", "4", "8", "16", "auto"]
     assert set(groups()) == {path.parent.name for path in CONF.glob("*/*.yaml")}
 
 
 @pytest.mark.parametrize("prefix", ["", "+", "++"])
-def test_resumed_returns_the_directory_that_resume_names(prefix: str, tmp_path) -> None:
+def test_resumed_returns_the_directory_that_resume_names(prefix, tmp_path):
     assert resumed(["seed=1"]) is None
     assert resumed([f"{prefix}resume=auto"]) is None
     assert resumed([f"{prefix}resume={tmp_path}"]) == tmp_path
@@ -106,7 +106,7 @@ def test_resumed_returns_the_directory_that_resume_names(prefix: str, tmp_path) 
         assert (refusal.value.key, refusal.value.got) == ("resume", value)
 
 
-def test_every_name_of_other_libraries_means_one_thing_and_none_is_ours() -> None:
+def test_every_name_of_other_libraries_means_one_thing_and_none_is_ours():
     names = " ".join(NAMES.values()).split()
     assert len(names) == len(set(names))
     assert not set(names) & root_keys()
@@ -116,5 +116,5 @@ def test_every_name_of_other_libraries_means_one_thing_and_none_is_ours() -> Non
     ("key", "remedy"),
     [("Trainer.Max-Epochs", "type epochs=…"), ("hydra.job.name", "type name=…"), ("hydra.launcher.gpus", "")],
 )
-def test_a_name_of_another_library_is_known_by_its_last_word(key: str, remedy: str) -> None:
+def test_a_name_of_another_library_is_known_by_its_last_word(key, remedy):
     assert type_instead(key) == remedy

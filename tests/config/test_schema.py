@@ -79,7 +79,7 @@ def typed(line: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("line", REFUSED)
-def test_an_invalid_value_is_refused_by_its_key(line: str) -> None:
+def test_an_invalid_value_is_refused_by_its_key(line):
     with pytest.raises(ConfigError) as refusal:
         build_run(typed(line))
     begins, *words = REFUSED[line]
@@ -103,14 +103,14 @@ def test_an_invalid_value_is_refused_by_its_key(line: str) -> None:
     ("device.indices=[0,1]", "device.indices", [0, 1]),
     ("name='ü ö=,'", "name", "ü ö=,"),
 )
-def test_a_valid_value_is_converted_to_its_type(line: str, where: str, value: object) -> None:
+def test_a_valid_value_is_converted_to_its_type(line, where, value):
     found: Any = build_run(typed(line))
     for name in where.split("."):
         found = getattr(found, name)
     assert (found, type(found)) == (value, type(value))
 
 
-def test_a_missing_value_and_a_missing_group_are_refused_by_key() -> None:
+def test_a_missing_value_and_a_missing_group_are_refused_by_key():
     node = compose_config()
     del node["optimizer"]["lr"]
     with pytest.raises(ConfigError) as refusal:
@@ -153,7 +153,7 @@ def _whole_can_be_named(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "runner.tests", sys.modules[__name__])
 
 
-def test_build_converts_values_fills_in_defaults_and_passes_parts_on() -> None:
+def test_build_converts_values_fills_in_defaults_and_passes_parts_on():
     part = Part()
     node = {"_target_": "runner.tests.Whole", "number": 2, "numbers": [1, 2]}
     built = build(node, Part, "whole", part=part, other=Part())
@@ -171,14 +171,14 @@ def test_build_converts_values_fills_in_defaults_and_passes_parts_on() -> None:
     ({"number": 1, "constant": 1}, "whole.constant: Whole has no such option"),
     ({"number": "???"}, "whole.number: it has no value"),
 )
-def test_build_refuses_wrong_types_unknown_keys_and_missing_values(values: dict, told: str) -> None:
+def test_build_refuses_wrong_types_unknown_keys_and_missing_values(values, told):
     with pytest.raises(ConfigError) as refusal:
         whole(**values)
     assert str(refusal.value).startswith(told)
 
 
 @pytest.mark.parametrize("value", ["${oc.env:MINE}", ["${oc.env:MINE}"]])
-def test_an_error_does_not_contain_the_value_of_an_environment_variable(value: object, monkeypatch) -> None:
+def test_an_error_does_not_contain_the_value_of_an_environment_variable(value, monkeypatch):
     monkeypatch.setenv("MINE", "hunter2")
     with pytest.raises(ConfigError, match="its value has a wrong type") as refusal:
         whole(number=1, numbers=value)
@@ -201,7 +201,7 @@ class Other(Part):
     maybe: Optional[int] = None  # noqa: UP045
 
 
-def test_components_of_others_may_have_paths_enums_and_bare_tuples() -> None:
+def test_components_of_others_may_have_paths_enums_and_bare_tuples():
     node = {"_target_": "runner.tests.Other", "path": "a/b", "color": "RED", "anything": [1, "a"], "maybe": "3"}
     assert build(node, Part, "other") == Other(Path("a/b"), Color.RED, (1, "a"), 3)
     with pytest.raises(ConfigError) as refusal:
@@ -209,7 +209,7 @@ def test_components_of_others_may_have_paths_enums_and_bare_tuples() -> None:
     assert (refusal.value.key, refusal.value.got) == ("other.color", "BLUE")
 
 
-def test_references_to_environment_variables_are_resolved_and_converted(monkeypatch) -> None:
+def test_references_to_environment_variables_are_resolved_and_converted(monkeypatch):
     monkeypatch.setenv("MINE", "2")
     monkeypatch.setenv("LIST", "[1,2]")
     built = whole(number="${oc.env:MINE}", numbers="${oc.decode:${oc.env:LIST}}")
@@ -225,7 +225,7 @@ def plugin(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
-def test_a_package_without_an_entry_point_is_not_even_imported(plugin: Path) -> None:
+def test_a_package_without_an_entry_point_is_not_even_imported(plugin):
     with pytest.raises(ConfigError) as refusal:
         build_run(typed("optimizer._target_=plugin.PluginSGD"))
     assert (refusal.value.key, refusal.value.got) == ("optimizer._target_", "plugin.PluginSGD")
@@ -233,7 +233,7 @@ def test_a_package_without_an_entry_point_is_not_even_imported(plugin: Path) -> 
     assert not (plugin / "ran").exists()
 
 
-def test_a_package_is_trusted_through_its_entry_point(plugin: Path) -> None:
+def test_a_package_is_trusted_through_its_entry_point(plugin):
     (plugin / "plugin-1.dist-info").mkdir()
     (plugin / "plugin-1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: plugin\nVersion: 1\n")
     (plugin / "plugin-1.dist-info" / "entry_points.txt").write_text("[runner.components]\nplugin = plugin\n")
@@ -241,7 +241,7 @@ def test_a_package_is_trusted_through_its_entry_point(plugin: Path) -> None:
     assert (type(run.optimizer).__name__, run.optimizer.extra) == ("PluginSGD", 8)
 
 
-def test_the_config_package_imports_neither_torch_nor_hydra() -> None:
+def test_the_config_package_imports_neither_torch_nor_hydra():
     done = run_program("imported_by", "runner.config.schema", "runner.config.options")
     imported = set(done.stdout.split())
     assert {"runner.config.schema", "omegaconf"} <= imported

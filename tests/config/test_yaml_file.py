@@ -34,7 +34,7 @@ def read(directory: Path, content: str | bytes) -> dict:
     ("{a: {b: 1}}", {"a": {"b": 1}}),
     *((text, text) for text in ("016", "-016", "00", "12:30", "1:30:00", "0x10", "0b11", "01.5", "1:30.5", "0_1")),
 )
-def test_plain_values_are_read_with_the_numbers_of_the_command_line(text: str, value: object, tmp_path) -> None:
+def test_plain_values_are_read_with_the_numbers_of_the_command_line(text, value, tmp_path):
     assert read(tmp_path, f"# a comment\nseed: {text}\n") == {"seed": value}
 
 
@@ -44,9 +44,7 @@ def test_plain_values_are_read_with_the_numbers_of_the_command_line(text: str, v
     *("seed: !!binary aGk=", "name: !!python/object/apply:os.system [ls]", "a: {b: !own 1}", "a: &x [1]\nb: *x"),
     *("a: {1: 2}", "a: {'': 2}", "a: {? [x] : 2}"),
 )
-def test_a_file_with_anything_but_plain_values_is_refused_by_its_path(
-    content: str | bytes, tmp_path, monkeypatch
-) -> None:
+def test_a_file_with_anything_but_plain_values_is_refused_by_its_path(content, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError) as refusal:
         read(tmp_path, content)
@@ -57,14 +55,14 @@ def test_a_file_with_anything_but_plain_values_is_refused_by_its_path(
     assert refusal.value.key == "."
 
 
-def test_an_empty_file_and_all_of_conf_are_read(tmp_path) -> None:
+def test_an_empty_file_and_all_of_conf_are_read(tmp_path):
     assert read(tmp_path, "# nothing\n") == {}
     for path in CONF.rglob("*.yaml"):
         assert read_config(path) == OmegaConf.load(path), path
 
 
 @pytest.mark.parametrize("text", ["1e-3", "016", "on", "null", "12:30", "1_0", "2020-01-01", "a: b", "#a", "'", "${a}"])
-def test_a_text_is_read_as_it_was_written(text: str) -> None:
+def test_a_text_is_read_as_it_was_written(text):
     values = {"key": text, "list": [text, [1, 2.5e-7, None, True]]}
     assert plain_values(yaml_text(values), "file") == values
     assert OmegaConf.to_container(OmegaConf.create(yaml_text(values))) == values

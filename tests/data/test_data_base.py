@@ -1,7 +1,6 @@
 """Tests of `runner.data.base`, the base classes of data sets."""
 
 import itertools
-from typing import Any
 
 import pytest
 import torch
@@ -34,9 +33,7 @@ def test_shards_cover_all_samples_evenly(length, count):
     ],
 )
 @pytest.mark.parametrize("first_use", ["training", "evaluation"])
-def test_inputs_and_targets_are_on_the_device_of_the_batches(
-    option: str, changed: dict[str, Any], first_use: str, tmp_path
-) -> None:
+def test_inputs_and_targets_are_on_the_device_of_the_batches(option, changed, first_use, tmp_path):
     for name in ("cats/a.png", "cats/b.png", "dogs/a.png", "dogs/b.png"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         Image.new("RGB", (9, 9)).save(tmp_path / name)

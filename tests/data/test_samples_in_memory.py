@@ -172,7 +172,7 @@ IMAGES = torch.randint(256, (6, 3, 16, 16), generator=torch.Generator().manual_s
 @pytest.mark.parametrize(
     ("policy", "cls"), [("randaugment", v2.RandAugment), ("trivialaugment", v2.TrivialAugmentWide)]
 )
-def test_policies_are_bitwise_those_of_torchvision(policy: str, cls: Any) -> None:
+def test_policies_are_bitwise_those_of_torchvision(policy, cls):
     transform: Any = Digits(auto_augment=policy, random_erase=0.0).transform((0.1,))
     for channels, (seed, image) in itertools.product((1, 3), enumerate(IMAGES)):
         torch.manual_seed(seed)
@@ -181,7 +181,7 @@ def test_policies_are_bitwise_those_of_torchvision(policy: str, cls: Any) -> Non
         assert got.equal(cls()(image[:channels]))
 
 
-def test_erased_rectangles_have_the_mean_color() -> None:
+def test_erased_rectangles_have_the_mean_color():
     transform: Any = Digits(random_erase=1.0).transform((0.2, 0.4, 0.6))
     for image in IMAGES:
         erased = transform(image)

@@ -53,7 +53,7 @@ def houses(tmp_path) -> str:
     return written(tmp_path / "houses.csv", HOUSES)
 
 
-def test_columns_are_chosen_by_name_and_by_default_the_last_is_the_target(houses: str) -> None:
+def test_columns_are_chosen_by_name_and_by_default_the_last_is_the_target(houses):
     train, held_out = loaded(file=houses, standardize=False)
     assert (len(train), len(held_out), train.shape, train.target_names) == (40, 10, (3,), ["price"])
     wanted = [[float(cell) for cell in line.split(",")] for line in HOUSES.splitlines()[1:]]
@@ -64,14 +64,14 @@ def test_columns_are_chosen_by_name_and_by_default_the_last_is_the_target(houses
     assert torch.equal(whole(chosen)[1], torch.stack((price, rooms), 1))
 
 
-def test_other_delimiters_byte_order_marks_blank_lines_and_spaces_are_read(tmp_path) -> None:
+def test_other_delimiters_byte_order_marks_blank_lines_and_spaces_are_read(tmp_path):
     file = written(tmp_path / "a.csv", "\ufeffx; y\n1; 2\n\n3;\t4\n5;6\n")
     assert rows(*loaded(file=file, delimiter=";", standardize=False)).tolist() == [[1, 2], [3, 4], [5, 6]]
 
 
 @pytest.mark.parametrize("suffix", [".npz", ".pt"])
 @pytest.mark.parametrize("shape", [(30,), (30, 2)])
-def test_arrays_are_read_in_any_shape(tmp_path, suffix: str, shape: tuple[int, ...]) -> None:
+def test_arrays_are_read_in_any_shape(tmp_path, suffix, shape):
     arrays = {"inputs": numpy.random.rand(30, 4, 3), "targets": numpy.arange(numpy.prod(shape)).reshape(shape)}
     path = tmp_path / f"a{suffix}"
     if suffix == ".npz":
@@ -84,7 +84,7 @@ def test_arrays_are_read_in_any_shape(tmp_path, suffix: str, shape: tuple[int, .
     assert rows(train, held_out).tolist() == sorted(torch.from_numpy(wanted).float().tolist())
 
 
-def test_inputs_and_targets_are_standardized_by_the_training_samples_alone(houses: str) -> None:
+def test_inputs_and_targets_are_standardized_by_the_training_samples_alone(houses):
     raw_train, raw_held_out = (whole(samples) for samples in loaded(file=houses, standardize=False))
     train, held_out = loaded(file=houses)
     for part in range(2):
@@ -96,13 +96,13 @@ def test_inputs_and_targets_are_standardized_by_the_training_samples_alone(house
     assert held_out.standardization() == train.standardization()
 
 
-def test_targets_that_are_all_the_same_are_said(tmp_path, caplog) -> None:
+def test_targets_that_are_all_the_same_are_said(tmp_path, caplog):
     lines = "".join(f"{i},0.1,{i},7\n" for i in range(9))
     loaded(file=written(tmp_path / "a.csv", f"x,constant,y,z\n{lines}"), targets=("y", "z"))
     assert [message.partition(" is the same")[0] for message in caplog.messages] == ["data.targets: z"]
 
 
-def test_a_large_offset_costs_no_precision(tmp_path) -> None:
+def test_a_large_offset_costs_no_precision(tmp_path):
     def standardized(offset: int) -> tuple[torch.Tensor, torch.Tensor, list[float]]:
         times = offset + numpy.round(numpy.arange(0, 1800, 1.8), 1)
         rows = "".join(f"{t:.1f},1700000000.1,{t:.1f}\n" for t in times)
@@ -116,7 +116,7 @@ def test_a_large_offset_costs_no_precision(tmp_path) -> None:
     assert inputs[:, 1].abs().max() < 1e-6
 
 
-def test_friedman_returns_the_published_function_plus_noise_and_the_same_samples_are_held_out() -> None:
+def test_friedman_returns_the_published_function_plus_noise_and_the_same_samples_are_held_out():
     x, y, names, _ = friedman(200_000)
     assert (x.shape, y.shape, names) == ((200_000, 10), (200_000, 1), ["y"])
     wanted = 10 * torch.sin(torch.pi * x[:, 0] * x[:, 1]) + 20 * (x[:, 2] - 0.5) ** 2 + 10 * x[:, 3] + 5 * x[:, 4]
@@ -130,7 +130,7 @@ def test_friedman_returns_the_published_function_plus_noise_and_the_same_samples
 
 
 @pytest.mark.parametrize("kind", [torch.int64, torch.bool])
-def test_batches_of_any_tensors_are_rows_in_the_order_of_the_stream(kind: torch.dtype) -> None:
+def test_batches_of_any_tensors_are_rows_in_the_order_of_the_stream(kind):
     inputs = torch.arange(7 * 3 * 2).reshape(7, 3, 2).to(kind)
     samples = ArraySamples(inputs, torch.arange(7))
     batches = list(itertools.islice(samples.batches(Plan(4, accumulation=2).stream(0), 0, CPU), 7))  # two epochs
@@ -156,13 +156,13 @@ def test_batches_of_any_tensors_are_rows_in_the_order_of_the_stream(kind: torch.
     ("x,y\n1,2\n", "1 of 1 samples would be held out"),
     ("x,y\n1,2\n3,4\n\0", "line 4, column x: '\\x00' is not a finite number"),
 )
-def test_an_invalid_csv_file_is_refused_by_line_and_column(text: str, why: str, tmp_path) -> None:
+def test_an_invalid_csv_file_is_refused_by_line_and_column(text, why, tmp_path):
     refused = refusal(file=written(tmp_path / "a.csv", text))
     assert refused.key == "file"
     assert why in refused.why
 
 
-def test_a_cell_is_a_number_if_it_is_one_to_every_reader_of_csv_files(tmp_path) -> None:
+def test_a_cell_is_a_number_if_it_is_one_to_every_reader_of_csv_files(tmp_path):
     cells = ["7", "+7", "007", " 7 ", "7.", "70e-1", ".7E1", '"7"', "7\t"]
     file = written(tmp_path / "a.csv", "x,y\n" + "".join(f"{cell},1\n" for cell in cells))
     assert whole(loaded(file=file, standardize=False)[0])[0].tolist() == [[7.0]] * 7
@@ -188,7 +188,7 @@ def test_a_cell_is_a_number_if_it_is_one_to_every_reader_of_csv_files(tmp_path) 
         assert ("decimal point" in refused.remedy) is ("," in cell)
 
 
-def test_a_first_line_of_numbers_is_refused_unless_columns_are_chosen_by_them(tmp_path) -> None:
+def test_a_first_line_of_numbers_is_refused_unless_columns_are_chosen_by_them(tmp_path):
     file = written(tmp_path / "a.csv", "0.5,2019,2020\n" + "1,2,3\n" * 5)
     refused = refusal(file=file)
     assert "0.5,2019,2020" in refused.why
@@ -198,7 +198,7 @@ def test_a_first_line_of_numbers_is_refused_unless_columns_are_chosen_by_them(tm
 
 
 @pytest.mark.parametrize("header", [",x,y", "x,,y", "x,y,", "Unnamed: 0,x,y", " ,x,y"])
-def test_columns_without_names_are_left_out_and_this_is_said(tmp_path, header: str, caplog) -> None:
+def test_columns_without_names_are_left_out_and_this_is_said(tmp_path, header, caplog):
     """pandas writes the row numbers into such a column, which tell the target if the rows are sorted by it."""
     caplog.set_level(logging.INFO)
     cells = [{"x": "1", "y": "2"}.get(name.strip(), "a") for name in header.split(",")]
@@ -207,7 +207,7 @@ def test_columns_without_names_are_left_out_and_this_is_said(tmp_path, header: s
     assert "left out 1 of 3 columns, which have no name" in caplog.text
 
 
-def test_an_absent_file_and_invalid_column_names_are_refused(houses: str) -> None:
+def test_an_absent_file_and_invalid_column_names_are_refused(houses):
     assert "there is no such file in /" in refusal(file="~/absent.npz").why
     refused = refusal(file=houses, targets=("prise",))
     assert (refused.key, refused.got) == ("targets", "prise")
@@ -222,7 +222,7 @@ class Payload:
         return os.mkdir, ("ran",)
 
 
-def test_files_without_valid_arrays_are_refused_and_run_no_code(tmp_path, monkeypatch) -> None:
+def test_files_without_valid_arrays_are_refused_and_run_no_code(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     ones = torch.ones(4, 2)
     contents: dict[str, Any] = {
@@ -243,7 +243,7 @@ def test_files_without_valid_arrays_are_refused_and_run_no_code(tmp_path, monkey
     assert not Path("ran").exists()
 
 
-def test_a_decompression_bomb_is_refused_before_it_is_unpacked(tmp_path, monkeypatch) -> None:
+def test_a_decompression_bomb_is_refused_before_it_is_unpacked(tmp_path, monkeypatch):
     zeros, targets = numpy.zeros((1000, 1000), numpy.int8), numpy.arange(1000)
     numpy.savez_compressed(tmp_path / "zeros.npz", inputs=zeros, targets=targets)
     with zipfile.ZipFile(tmp_path / "other.npz", "w", zipfile.ZIP_BZIP2) as archive:

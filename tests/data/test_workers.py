@@ -109,7 +109,7 @@ def send(number: signal.Signals, others: set[multiprocessing.Process]) -> None:
 
 
 @pytest.mark.parametrize(("fate", "when"), [("SIGKILL", "idle"), ("SIGKILL", "loading"), ("SIGBUS", "loading")])
-def test_a_killed_worker_raises_an_error_at_once(fate: str, when: str, others):
+def test_a_killed_worker_raises_an_error_at_once(fate, when, others):
     workers = Workers(2, timeout=2 * TIMEOUT_SECONDS)
     if when == "idle":
         assert len(list(workers.map(Squares(), jobs(4)))) == 4
@@ -120,7 +120,7 @@ def test_a_killed_worker_raises_an_error_at_once(fate: str, when: str, others):
 
 
 @pytest.mark.parametrize("when", ["idle", "loading", "sending"])
-def test_a_suspended_worker_raises_an_error_after_the_timeout(when: str, others):
+def test_a_suspended_worker_raises_an_error_after_the_timeout(when, others):
     workers = Workers(2)
     asked = {"idle": jobs(4), "loading": jobs(1000, 0.01, {20: "SIGSTOP"}), "sending": jobs(10**5)}
     results = workers.map(Squares(), asked[when])
@@ -170,7 +170,7 @@ def is_running(pid: int) -> bool:
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks into /proc")
 @pytest.mark.parametrize("what", ["endless", "exit"])
-def test_workers_end_with_their_run_whether_it_is_killed_or_exits_and_ignore_signals(what: str) -> None:
+def test_workers_end_with_their_run_whether_it_is_killed_or_exits_and_ignore_signals(what):
     """A run that exits has an open generator."""
     words = [sys.executable, "-m", "helpers.programs", "read_with_workers", what]
     pids = []
@@ -206,7 +206,7 @@ can_mount = pytest.mark.skipif(
 
 
 @can_mount
-def test_too_little_shared_memory_is_an_error_with_a_remedy() -> None:
+def test_too_little_shared_memory_is_an_error_with_a_remedy():
     cases = {  # two workers, each with two batches of 1 MB in advance
         "size=8m": "12\n",
         "size=256k": "/dev/shm: it has no room for a batch",

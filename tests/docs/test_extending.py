@@ -54,7 +54,7 @@ def train(site: Path, tmp_path) -> Train:
     return partial(train_in, tmp_path, site)
 
 
-def test_a_mode_of_another_package_computes_what_one_device_computes(site: Path, tmp_path, train: Train) -> None:
+def test_a_mode_of_another_package_computes_what_one_device_computes(site, tmp_path, train):
     single = train(*TINY, "precision=64")
     ours = train_in(tmp_path / "ours", site, *TINY, "precision=64", "parallel=all_reduce", "accumulation=2")
     assert (single["world_size"], ours["world_size"]) == (1, 2)
@@ -64,7 +64,7 @@ def test_a_mode_of_another_package_computes_what_one_device_computes(site: Path,
     assert largest_difference(weights_of(ours), weights_of(single)) < 1e-12
 
 
-def test_a_workload_of_another_package_trains_and_reports_its_loss(train: Train) -> None:
+def test_a_workload_of_another_package_trains_and_reports_its_loss(train):
     autoencoder = ("workload=autoencoder", "device=cpu", "data.size=8", "steps=2", "batch_size=16", "precision=64")
     single = train(*autoencoder)
     assert single["steps"] == 2
@@ -81,7 +81,7 @@ def test_a_workload_of_another_package_trains_and_reports_its_loss(train: Train)
     assert largest_difference(weights_of(two), weights) < 1e-12
 
 
-def test_a_language_model_in_one_file_trains_the_same_in_every_mode(train: Train, tmp_path) -> None:
+def test_a_language_model_in_one_file_trains_the_same_in_every_mode(train, tmp_path):
     sentence = "the quick brown fox jumps over the lazy dog. "
     (tmp_path / "text.txt").write_text(sentence * 60)
     small = ("data.file=text.txt", "data.length=20", "model.width=16", "device=cpu", "device.threads=1")
@@ -100,7 +100,7 @@ def test_a_language_model_in_one_file_trains_the_same_in_every_mode(train: Train
     assert learned["metrics"]["eval/loss"] < 0.5, "it knows the sentence"
 
 
-def test_a_data_set_of_another_package_is_learned(train: Train, tmp_path) -> None:
+def test_a_data_set_of_another_package_is_learned(train, tmp_path):
     numbers = numpy.random.default_rng(0)
     labels = numbers.integers(2, size=200)
     images = numbers.integers(0, 100, (200, 3, 8, 8)) + 150 * labels[:, None, None, None]  # dark or bright
@@ -109,14 +109,14 @@ def test_a_data_set_of_another_package_is_learned(train: Train, tmp_path) -> Non
     assert train(*arrays, "steps=60", "data.flip=true")["metrics"]["eval/accuracy"] == 1.0
 
 
-def test_an_agent_trains_in_an_environment_of_another_package(train: Train) -> None:
+def test_an_agent_trains_in_an_environment_of_another_package(train):
     sizes = ("batch_size=8", "steps=2", "workload.warm_up=48", "workload.replay_size=100", "workload.eval_episodes=2")
     result = train("workload=dqn", "env=corridor", "device=cpu", *sizes)
     assert result["steps"] == 2
     assert -50 <= result["metrics"]["eval/return"] <= -1
 
 
-def test_a_tracker_of_another_package_gets_every_point_once(train: Train) -> None:
+def test_a_tracker_of_another_package_gets_every_point_once(train):
     first = train(*TINY, "tracking=csv", "log_every=1", "save_every=1")
     file = first["directory"] / "curves.csv"
     losses = [line for line in file.read_text().splitlines() if ",train/loss," in line]
@@ -129,7 +129,7 @@ def test_a_tracker_of_another_package_gets_every_point_once(train: Train) -> Non
     assert not list(first["directory"].glob("events.*")), "this tracker stands in the place of TensorBoard's"
 
 
-def test_results_are_read_without_the_runner(train: Train, tmp_path) -> None:
+def test_results_are_read_without_the_runner(train, tmp_path):
     result = train(*TINY, "log_every=1")
     words = [sys.executable, str(EXAMPLES / "read_results.py"), "outputs"]
     variables = {**os.environ, "PYTHONPATH": ""}

@@ -19,7 +19,7 @@ PARTS = [name for name in gpu.PARTS if name != "tests"]  # which would run pytes
 
 
 @pytest.mark.parametrize("name", PARTS)
-def test_a_part_is_rehearsed(name: str, tmp_path, capfd, monkeypatch) -> None:
+def test_a_part_is_rehearsed(name, tmp_path, capfd, monkeypatch):
     """Without new interpreters, which take most of the time: all is done here, or in forks of this process."""
 
     def forked_or_here(*words: str) -> subprocess.CompletedProcess[str]:
@@ -55,7 +55,7 @@ def test_a_part_is_rehearsed(name: str, tmp_path, capfd, monkeypatch) -> None:
     assert f"{name}:" not in capfd.readouterr().err, "a part is not repeated"
 
 
-def test_an_unknown_part_is_refused(tmp_path, capsys) -> None:
+def test_an_unknown_part_is_refused(tmp_path, capsys):
     with pytest.raises(SystemExit) as refused:
         gpu.main(["--only", "everything", "--out", str(tmp_path)])
     assert refused.value.code == 2

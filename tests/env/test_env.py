@@ -31,9 +31,7 @@ def prepared(id: str, **options: Any) -> Env:
     ("FrozenLake-v1", (16,), 4, 100),  # the index of a state becomes a one-hot vector
     ("Blackjack-v1", (45,), 2, None),  # three concatenated one-hot vectors: 32 + 11 + 2,
 )
-def test_the_spaces_of_an_environment_are_known_after_prepare(
-    id: str, shape: tuple[int, ...], num_actions: int, longest: int | None
-) -> None:
+def test_the_spaces_of_an_environment_are_known_after_prepare(id, shape, num_actions, longest):
     env = prepared(id)
     assert (env.shape, env.num_actions, env.longest) == (shape, num_actions, longest)
     with env.vector(3) as vector:
@@ -43,7 +41,7 @@ def test_the_spaces_of_an_environment_are_known_after_prepare(
 
 
 @pytest.mark.parametrize("vectorization", ["sync", "async"])
-def test_vector_environments_step_and_reset_like_single_ones(vectorization: str) -> None:
+def test_vector_environments_step_and_reset_like_single_ones(vectorization):
     env = prepared("CartPole-v1", num_envs=2, vectorization=vectorization, max_episode_steps=30)
     singles = [gymnasium.make("CartPole-v1", max_episode_steps=30) for _ in range(2)]
     wanted = [single.reset(seed=7 + i)[0] for i, single in enumerate(singles)]
@@ -70,7 +68,7 @@ def test_vector_environments_step_and_reset_like_single_ones(vectorization: str)
 
 @pytest.mark.parametrize("id", ["CartPole-v1", "Acrobot-v1", "MountainCar-v0", "FrozenLake-v1", "Taxi-v4"])
 @pytest.mark.parametrize("vectorization", ["auto", "sync"])
-def test_a_restored_state_continues_bitwise(id: str, vectorization: str, tmp_path) -> None:
+def test_a_restored_state_continues_bitwise(id, vectorization, tmp_path):
     env = prepared(id, vectorization=vectorization, max_episode_steps=25)
     random = np.random.default_rng(1)
     with env.vector(3) as vector, env.vector(3) as other:
@@ -87,7 +85,7 @@ def test_a_restored_state_continues_bitwise(id: str, vectorization: str, tmp_pat
                 assert np.array_equal(mine, others)
 
 
-def test_environment_processes_are_not_forked_from_the_run_and_do_not_keep_its_signal_handlers() -> None:
+def test_environment_processes_are_not_forked_from_the_run_and_do_not_keep_its_signal_handlers():
     """The run may have begun to use CUDA, which does not survive a fork."""
     env = prepared("CartPole-v1", num_envs=2, vectorization="async")
     before = signal.signal(signal.SIGTERM, lambda *_: None)
@@ -146,7 +144,7 @@ class FailsOnReset(Broken):
 
 
 @pytest.mark.parametrize("first_seed", [0, 1])
-def test_all_environment_processes_end_if_one_of_them_dies(first_seed: int, monkeypatch) -> None:
+def test_all_environment_processes_end_if_one_of_them_dies(first_seed, monkeypatch):
     """gymnasium's `close` would wait for a result from every process, perhaps forever."""
     env = prepared(registered(monkeypatch, Dying), num_envs=3, vectorization="async")
     processes = []
@@ -166,7 +164,7 @@ def test_all_environment_processes_end_if_one_of_them_dies(first_seed: int, monk
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast")  # finite in float64, but not in float32
 @pytest.mark.parametrize("wrong", ["raises", "sees", "sees too much", "pays"])
-def test_a_broken_environment_is_reported(wrong: str, monkeypatch) -> None:
+def test_a_broken_environment_is_reported(wrong, monkeypatch):
     monkeypatch.setattr(Broken, "wrong", wrong)
     with prepared(registered(monkeypatch, Broken)).vector(2) as vector:
         vector.reset(42)
@@ -179,14 +177,14 @@ def test_a_broken_environment_is_reported(wrong: str, monkeypatch) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # gymnasium logs what happened as warnings
-def test_an_environment_whose_process_cannot_reset_it_is_refused(monkeypatch) -> None:
+def test_an_environment_whose_process_cannot_reset_it_is_refused(monkeypatch):
     with pytest.raises(ConfigError) as refusal:
         prepared(registered(monkeypatch, FailsOnReset), num_envs=2, vectorization="async")
     assert (refusal.value.key, refusal.value.got) == ("id", "FailsOnReset-v0")
     assert "raised OSError: no license" in refusal.value.why
 
 
-def test_a_module_that_cannot_be_imported_is_named() -> None:
+def test_a_module_that_cannot_be_imported_is_named():
     with pytest.raises(ConfigError, match="No module named 'not_installed'") as refusal:
         prepared("not_installed:Game-v0")
     assert (refusal.value.key, refusal.value.got) == ("id", "not_installed:Game-v0")
@@ -214,7 +212,7 @@ class SameArrays(gymnasium.vector.VectorEnv):
         return self.observations, self.rewards, self.ends, self.ends, {}
 
 
-def test_what_an_environment_returns_does_not_change_with_its_next_step(monkeypatch) -> None:
+def test_what_an_environment_returns_does_not_change_with_its_next_step(monkeypatch):
     spec = EnvSpec("Same-v0", Broken, vector_entry_point=SameArrays, disable_env_checker=True)
     monkeypatch.setitem(gymnasium.registry, "Same-v0", spec)
     actions = np.array([0, 1])

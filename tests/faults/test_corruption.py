@@ -116,7 +116,7 @@ def assert_resumed_or_refused(path: Path, cwd: Path, wanted: dict[int, Checkpoin
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_damage_to_one_file_changes_no_value(file: str, whole: Path, wanted: dict[int, Checkpoint], tmp_path) -> None:
+def test_damage_to_one_file_changes_no_value(file, whole, wanted, tmp_path):
     every = list(enumerate(DAMAGE, FILES.index(file)))
     few = [*random.Random(file).sample(every, 1), *(each for each in every if each == (28, "ended after a line 1"))]
     for number, kind in every if ALL else few:
@@ -136,7 +136,7 @@ def test_damage_to_one_file_changes_no_value(file: str, whole: Path, wanted: dic
 
 
 @pytest.mark.parametrize("kind", [kind for kind in DAMAGE if ALL or kind in ("bit flip 2", "emptied", "appended text")])
-def test_resume_with_a_damaged_event_file_adds_no_duplicate_or_wrong_points(kind: str, whole: Path, tmp_path) -> None:
+def test_resume_with_a_damaged_event_file_adds_no_duplicate_or_wrong_points(kind, whole, tmp_path):
     path = copied(whole, tmp_path)
     events = file_of(path, "events")
     events.write_bytes(DAMAGE[kind](events.read_bytes(), random.Random(kind)))
@@ -169,9 +169,7 @@ SWAPS = [
 
 
 @pytest.mark.parametrize(("one", "other", "ended"), SWAPS)
-def test_swapped_files_are_noticed(
-    one: str, other: str, ended: str, whole: Path, wanted: dict[int, Checkpoint], tmp_path
-) -> None:
+def test_swapped_files_are_noticed(one, other, ended, whole, wanted, tmp_path):
     for auto in (False, True) if ALL else (len(one) % 2 == 0,):
         path = copied(whole, tmp_path / str(auto))
         first, second = file_of(path, one), file_of(path, other)
@@ -181,7 +179,7 @@ def test_swapped_files_are_noticed(
         assert assert_resumed_or_refused(path, tmp_path / str(auto), wanted, auto) == ended
 
 
-def test_the_config_of_another_run_is_noticed(whole: Path, tmp_path) -> None:
+def test_the_config_of_another_run_is_noticed(whole, tmp_path):
     """An intact config or checkpoint that belongs to another run is refused, and the error names the differing key."""
     root = tmp_path / "other"
     run_one(build_composed_run(*OPTIONS, "seed=1", f"output_root={root}/outputs"), ["seed=1"])
@@ -198,9 +196,7 @@ def test_the_config_of_another_run_is_noticed(whole: Path, tmp_path) -> None:
 
 @pytest.mark.parametrize("kind", DAMAGE if ALL else ["bit flip 0", "truncated 1"])
 @pytest.mark.parametrize("file", ["result.json", "checkpoints/step_00000008/state.pt"])
-def test_a_damaged_completed_run_stays_done_or_repeats_its_last_steps(
-    kind: str, file: str, whole: Path, wanted: dict[int, Checkpoint], tmp_path
-) -> None:
+def test_a_damaged_completed_run_stays_done_or_repeats_its_last_steps(kind, file, whole, wanted, tmp_path):
     path = copied(whole, tmp_path, until=8)
     damaged = path / file
     damaged.write_bytes(DAMAGE[kind](damaged.read_bytes(), random.Random(kind)))
@@ -216,7 +212,7 @@ def test_a_damaged_completed_run_stays_done_or_repeats_its_last_steps(
 
 
 @pytest.mark.parametrize("file", FILES if ALL else ["config.yaml", "events", "checkpoints/step_00000004/state.pt"])
-def test_a_damaged_run_that_is_resumed_ends_like_the_undisturbed_one(file: str, whole: Path, tmp_path) -> None:
+def test_a_damaged_run_that_is_resumed_ends_like_the_undisturbed_one(file, whole, tmp_path):
     path = copied(whole, tmp_path)
     data: Any = file_of(path, file).read_bytes()
     if file != "events":  # if it were truncated, points of the curves would be lost

@@ -106,7 +106,7 @@ def assert_resumes_to_the_same_end(cwd: Path, undisturbed: dict[str, Any]) -> No
 
 
 @pytest.mark.parametrize("fault", [*UNMADE, *some(REFUSED)], ids=str)
-def test_a_run_that_cannot_begin_is_refused_and_leaves_nothing(fault: DiskFault, tmp_path) -> None:
+def test_a_run_that_cannot_begin_is_refused_and_leaves_nothing(fault, tmp_path):
     code, console = run(tmp_path, fault)
     assert code == 2, console
     assert console.startswith("output_root: got "), console
@@ -115,9 +115,7 @@ def test_a_run_that_cannot_begin_is_refused_and_leaves_nothing(fault: DiskFault,
 
 
 @pytest.mark.parametrize("fault", some(CRASHED), ids=str)
-def test_a_run_that_cannot_save_ends_with_what_it_has_saved(
-    fault: DiskFault, undisturbed: dict[str, Any], tmp_path
-) -> None:
+def test_a_run_that_cannot_save_ends_with_what_it_has_saved(fault, undisturbed, tmp_path):
     code, console = run(tmp_path, fault)
     assert code == 1, console
     assert os.strerror(fault.errno_code) in " ".join(console.split())
@@ -128,9 +126,7 @@ def test_a_run_that_cannot_save_ends_with_what_it_has_saved(
 
 
 @pytest.mark.parametrize("fault", some(UNTOLD + DONE), ids=str)
-def test_disk_errors_outside_of_checkpoints_are_reported_and_lose_no_checkpoint(
-    fault: DiskFault, undisturbed: dict[str, Any], tmp_path
-) -> None:
+def test_disk_errors_outside_of_checkpoints_are_reported_and_lose_no_checkpoint(fault, undisturbed, tmp_path):
     code, console = run(tmp_path, fault)
     assert code == (fault in UNTOLD), console
     assert os.strerror(fault.errno_code) in " ".join(console.split())
@@ -141,7 +137,7 @@ def test_disk_errors_outside_of_checkpoints_are_reported_and_lose_no_checkpoint(
     assert_bitwise_equal({**run_outcome(path), "curves": undisturbed["curves"]}, undisturbed)
 
 
-def test_a_run_whose_disk_is_full_crashes_and_resumes_later(undisturbed: dict[str, Any], tmp_path) -> None:
+def test_a_run_whose_disk_is_full_crashes_and_resumes_later(undisturbed, tmp_path):
     """A real disk: what the failed checkpoint took is given back, or the result would not fit."""
     disk = tmp_path / "outputs"
     disk.mkdir()
@@ -162,7 +158,7 @@ def test_a_run_whose_disk_is_full_crashes_and_resumes_later(undisturbed: dict[st
 
 
 @pytest.mark.parametrize("step", [1, 4, 8] if ALL else [4])
-def test_checkpoints_that_are_removed_during_training_are_recreated_or_reported(step: int, tmp_path) -> None:
+def test_checkpoints_that_are_removed_during_training_are_recreated_or_reported(step, tmp_path):
     def remove(path: Path) -> None:
         while (path / "checkpoints").exists():  # a checkpoint may be written meanwhile
             shutil.rmtree(path / "checkpoints", ignore_errors=True)
@@ -178,9 +174,7 @@ def test_checkpoints_that_are_removed_during_training_are_recreated_or_reported(
 
 
 @pytest.mark.parametrize("what", ["", "checkpoints"])
-def test_a_directory_that_becomes_read_only_ends_the_run_with_an_error(
-    what: str, undisturbed: dict[str, Any], tmp_path
-) -> None:
+def test_a_directory_that_becomes_read_only_ends_the_run_with_an_error(what, undisturbed, tmp_path):
     made: list[Path] = []
 
     def protect(path: Path) -> None:

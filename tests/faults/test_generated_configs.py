@@ -153,11 +153,11 @@ def keys_of(words: list[str]) -> set[str]:
 
 @generated(COMMANDS)
 @given(command_lines())
-def test_a_command_line_builds_a_run_or_is_refused_by_its_key(words: list[str]) -> None:
+def test_a_command_line_builds_a_run_or_is_refused_by_its_key(words):
     assert_built_or_refused(outcome(words), keys_of(words))
 
 
-def test_the_check_distinguishes_valid_and_invalid_command_lines() -> None:
+def test_the_check_distinguishes_valid_and_invalid_command_lines():
     """The test above relies on this: valid runs are built, and invalid ones are refused with the right key."""
     assert outcome(["seed=3"])[:2] == (0, 1)
     assert outcome(["seed=x"])[:2] == (2, 0)
@@ -195,6 +195,6 @@ def option_files(draw: st.DrawFn) -> bytes:
 
 @generated(FILES)
 @given(option_files())
-def test_an_option_file_builds_a_run_or_is_refused_by_its_key_or_name(content: bytes) -> None:
+def test_an_option_file_builds_a_run_or_is_refused_by_its_key_or_name(content):
     words = re.findall(r"[\w.]+", content.decode(errors="ignore"))
     assert_built_or_refused(outcome(["--config-dir=mine"], content), {"local", *words})

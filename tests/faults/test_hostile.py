@@ -268,7 +268,7 @@ HARMLESS += ("result: escape codes", "a step of a thousand digits", "a step of a
 
 
 @pytest.mark.parametrize("kind", RUNS)
-def test_a_hostile_run_directory_does_no_harm(kind: str, original: Path, sandbox: Sandbox, cwd: Path) -> None:
+def test_a_hostile_run_directory_does_no_harm(kind, original, sandbox, cwd):
     shutil.copytree(original, sandbox.path)
     RUNS[kind](sandbox)
     here = snapshot(cwd)
@@ -317,7 +317,7 @@ SUFFIXES += [(kind, "safetensors") for kind in ("a call", "a plain pickle", "the
 
 
 @pytest.mark.parametrize(("kind", "suffix"), SUFFIXES)
-def test_a_hostile_file_of_weights_is_refused(kind: str, suffix: str, sandbox: Sandbox, cwd: Path) -> None:
+def test_a_hostile_file_of_weights_is_refused(kind, suffix, sandbox, cwd):
     path = sandbox.path.with_suffix(f".{suffix}")
     path.write_bytes(WEIGHTS[kind](sandbox))
     code, console = run_in_this_process([*TINY_CPU, "steps=1", f"model.weights={path}"], cwd)
@@ -326,7 +326,7 @@ def test_a_hostile_file_of_weights_is_refused(kind: str, suffix: str, sandbox: S
     assert_no_harm(sandbox, console, cwd)
 
 
-def test_the_payloads_work(sandbox: Sandbox) -> None:
+def test_the_payloads_work(sandbox):
     """The payloads are executed if they are loaded without checks, so the tests above are meaningful."""
     for kind in ("a plain pickle", "a pickle of protocol 0", "objects of NumPy"):
         pickle.loads(WEIGHTS[kind](sandbox))
@@ -376,7 +376,7 @@ def run_with_images(root: Path, cwd: Path, *words: str) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("kind", IMAGES)
-def test_a_hostile_image_does_no_harm(kind: str, sandbox: Sandbox, cwd: Path) -> None:
+def test_a_hostile_image_does_no_harm(kind, sandbox, cwd):
     folder_of_images(sandbox.path)
     (sandbox.path / "dog/2.png").unlink()
     IMAGES[kind](sandbox, sandbox.path / "dog/2.png")
@@ -387,7 +387,7 @@ def test_a_hostile_image_does_no_harm(kind: str, sandbox: Sandbox, cwd: Path) ->
     assert_no_harm(sandbox, console.replace("\r", "\n"), cwd)
 
 
-def test_hostile_images_are_skipped_if_asked_for(sandbox: Sandbox, cwd: Path) -> None:
+def test_hostile_images_are_skipped_if_asked_for(sandbox, cwd):
     folder_of_images(sandbox.path)
     for number, kind in enumerate(IMAGES):
         IMAGES[kind](sandbox, sandbox.path / f"dog/hostile_{number}.png")
@@ -409,7 +409,7 @@ DATA_SETS: dict[str, tuple[str, list[str], Callable[[Sandbox], bytes]]] = {
 
 
 @pytest.mark.parametrize("kind", DATA_SETS)
-def test_a_hostile_data_set_is_refused(kind: str, sandbox: Sandbox, cwd: Path) -> None:
+def test_a_hostile_data_set_is_refused(kind, sandbox, cwd):
     data, files, content = DATA_SETS[kind]
     (sandbox.path / files[0]).parent.mkdir(parents=True)
     hostile = content(sandbox)
@@ -422,7 +422,7 @@ def test_a_hostile_data_set_is_refused(kind: str, sandbox: Sandbox, cwd: Path) -
     assert_no_harm(sandbox, console, cwd)
 
 
-def test_valid_weights_at_the_same_path_are_loaded(sandbox: Sandbox, cwd: Path) -> None:
+def test_valid_weights_at_the_same_path_are_loaded(sandbox, cwd):
     """Valid weights at the same path are accepted: the files above are refused because of their content."""
     model = prepare_session(build_composed_run(*TINY_CPU)).workload.build_model()
     path = sandbox.path.with_suffix(".safetensors")

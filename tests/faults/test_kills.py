@@ -4,7 +4,6 @@
 random times, and lets each rank die or stop at each point.
 """
 
-import random
 import re
 import signal
 from collections.abc import Callable
@@ -15,7 +14,7 @@ import pytest
 from helpers.command import Command, processes_in, wait_until
 from helpers.fault_checks import ExternalResources, assert_newest_checkpoint_valid, steps_saved
 from helpers.fault_points import plant_fault
-from helpers.faults import RUN_ALL_FAULTS, RUNS, Fault, FaultTrial, ReferenceRun, only_in_make_faults, run_all_faults
+from helpers.faults import RUN_ALL_FAULTS, RUNS, Fault, FaultTrial, only_in_make_faults, run_all_faults
 from helpers.runs import free_port
 
 STOPPED, INTERRUPTED = 75, 130
@@ -69,7 +68,7 @@ SELECTED = {
 
 
 @pytest.mark.parametrize("run", SELECTED)
-def test_a_run_with_faults_ends_as_one_without(run: str, trial: Callable[..., FaultTrial]) -> None:
+def test_a_run_with_faults_ends_as_one_without(run, trial):
     faulty = trial(run)
     for fault in SELECTED[run]:
         assert faulty.run_with_fault(fault), f"{fault}: the run was done before"
@@ -84,9 +83,7 @@ NUM_KILLS = dict.fromkeys(RUNS, 15) | {"single": 100, "workers": 20, "dqn": 30, 
 
 @only_in_make_faults
 @pytest.mark.parametrize("run", RUNS)
-def test_runs_killed_at_each_point_resume_bitwise(
-    run: str, reference: Callable[[str], ReferenceRun], trial: Callable[..., FaultTrial]
-) -> None:
+def test_runs_killed_at_each_point_resume_bitwise(run, reference, trial):
     """The run is killed at each point that a process reaches, at its second visit if there is one."""
     faults, points = [], reference(run).points
     for line in dict.fromkeys(points):
@@ -97,9 +94,7 @@ def test_runs_killed_at_each_point_resume_bitwise(
 
 @only_in_make_faults
 @pytest.mark.parametrize("run", RUNS)
-def test_runs_killed_at_random_moments_resume_bitwise(
-    run: str, reference: Callable[[str], ReferenceRun], trial: Callable[..., FaultTrial], rng: random.Random
-) -> None:
+def test_runs_killed_at_random_moments_resume_bitwise(run, reference, trial, rng):
     """The time of a kill is drawn between the start of a command and the duration of an undisturbed run."""
     kills, number = NUM_KILLS[run], 0
     while kills > 0:
@@ -133,9 +128,7 @@ def fault(do: str, number: int, moment: str) -> Fault:
 @only_in_make_faults
 @pytest.mark.parametrize("do", ["kill", "raise"])
 @pytest.mark.parametrize("mode", MODES)
-def test_a_run_resumes_after_ranks_that_died_at_any_point(
-    do: str, mode: str, reference: Callable[[str], ReferenceRun], trial: Callable[..., FaultTrial]
-) -> None:
+def test_a_run_resumes_after_ranks_that_died_at_any_point(do, mode, reference, trial):
     faults = [fault(do, number, moment) for moment in MOMENTS for number in (0, 1)]
     reached = [each for each in faults if f"{each.process}: {each.at_point}" in reference(mode).points]
     run_all_faults(reached, lambda number: trial(mode, number=number), assert_named_once)
@@ -144,7 +137,7 @@ def test_a_run_resumes_after_ranks_that_died_at_any_point(
 @only_in_make_faults
 @pytest.mark.parametrize("do", ["stop", "hang"])
 @pytest.mark.parametrize("mode", MODES)
-def test_a_run_resumes_after_ranks_that_stopped(do: str, mode: str, trial: Callable[..., FaultTrial]) -> None:
+def test_a_run_resumes_after_ranks_that_stopped(do, mode, trial):
     run = trial(mode, f"parallel.timeout={TIMEOUT}")
     for number, moment in ((1, "training"), (0, "training"), (1, "about to save"), (0, "committing")):
         assert run.run_with_fault(fault(do, number, moment)), "the run was done before"
@@ -158,9 +151,7 @@ RESTARTED = [("kill", 1, "training"), ("raise", 0, "evaluating"), ("kill", 0, "c
 @only_in_make_faults
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("do", "number", "moment"), RESTARTED)
-def test_all_ranks_restart_from_the_last_checkpoint(
-    do: str, number: int, moment: str, mode: str, trial: Callable[..., FaultTrial]
-) -> None:
+def test_all_ranks_restart_from_the_last_checkpoint(do, number, moment, mode, trial):
     """The ranks restart within the same command, which has the same results as an undisturbed run."""
     run, one = trial(mode, "parallel.max_restarts=1"), fault(do, number, moment)
     says = rf"{one.console_pattern[:-1]}\n(?:.*\n)*all ranks restart from the last checkpoint \(restart 1 of 1\)"
@@ -193,7 +184,7 @@ WORKER = {
 
 
 @pytest.mark.parametrize("number", [*WORKER] if RUN_ALL_FAULTS else [signal.SIGKILL])
-def test_a_run_resumes_after_its_data_worker_died(number: signal.Signals, trial: Callable[..., FaultTrial]) -> None:
+def test_a_run_resumes_after_its_data_worker_died(number, trial):
     run = trial("workers")
     for steps in (3, 12, 9) if RUN_ALL_FAULTS else (3,):
         fault = Fault(number.name, codes=(1,), console_pattern=WORKER[number], traceback=True)
@@ -231,7 +222,7 @@ FAULTS = [
 ]
 
 
-def test_a_torchrun_run_resumes_after_its_ranks_died(trial: Callable[..., FaultTrial]) -> None:
+def test_a_torchrun_run_resumes_after_its_ranks_died(trial):
     """If one of the two ranks is killed or fails, the other rank waits for it in vain, and ends with exit code 1."""
     launched = trial("ddp")
     hosts = [launched.cwd / f"host_{number}" for number in (0, 1)]

@@ -15,7 +15,7 @@ from helpers.fault_checks import (
 )
 
 
-def test_leftover_processes_ports_and_temporary_files_are_detected(tmp_path, monkeypatch) -> None:
+def test_leftover_processes_ports_and_temporary_files_are_detected(tmp_path, monkeypatch):
     def now(condition: Callable[[], Any], what: str = "") -> None:
         assert condition(), what
 
@@ -40,7 +40,7 @@ def test_leftover_processes_ports_and_temporary_files_are_detected(tmp_path, mon
         resources.assert_released()
 
 
-def test_every_mutation_can_be_applied() -> None:
+def test_every_mutation_can_be_applied():
     """The mutations are run rarely: without this test, an outdated one would be noticed late."""
     mutations = runpy.run_path(str(Path(__file__).with_name("mutations.py")))["read_mutations"]()
     package = "\f".join(file.read_text() for file in (ROOT / "runner").rglob("*.py"))

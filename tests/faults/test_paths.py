@@ -85,9 +85,7 @@ def assert_refused(code: int, console: str, key: str, then: str = ": got ") -> N
 
 
 @pytest.mark.parametrize("kind", ODD)
-def test_a_run_with_an_unusual_directory_output_root_and_name_resumes_and_is_plotted(
-    kind: str, undisturbed: dict[str, Any], tmp_path
-) -> None:
+def test_a_run_with_an_unusual_directory_output_root_and_name_resumes_and_is_plotted(kind, undisturbed, tmp_path):
     cwd, name = tmp_path / NAMES[kind], NAMES[kind]
     cwd.mkdir()
     named = kind not in (*REFUSED, *INTERPRETED)
@@ -113,7 +111,7 @@ def test_a_run_with_an_unusual_directory_output_root_and_name_resumes_and_is_plo
 
 
 @pytest.mark.parametrize("kind", [*REFUSED, *INTERPRETED])
-def test_an_output_root_or_a_name_that_cannot_be_used_is_refused(kind: str, tmp_path) -> None:
+def test_an_output_root_or_a_name_that_cannot_be_used_is_refused(kind, tmp_path):
     for key in ("output_root", "name"):
         code, console = run_in_this_process([*OPTIONS, f"{key}={NAMES[kind]}"], tmp_path)
         if kind in (*REFUSED, "a quote first") or (kind, key) in (("backslash", "name"), ("tilde", "output_root")):
@@ -125,7 +123,7 @@ def test_an_output_root_or_a_name_that_cannot_be_used_is_refused(kind: str, tmp_
         tmp_path.mkdir()
 
 
-def test_a_run_is_refused_below_a_directory_whose_name_is_not_utf_8(tmp_path) -> None:
+def test_a_run_is_refused_below_a_directory_whose_name_is_not_utf_8(tmp_path):
     cwd = tmp_path / NAMES["not UTF-8"]
     cwd.mkdir()
     assert_refused(*run_in_this_process(list(OPTIONS), cwd), "output_root")
@@ -133,7 +131,7 @@ def test_a_run_is_refused_below_a_directory_whose_name_is_not_utf_8(tmp_path) ->
 
 
 @pytest.mark.parametrize("kind", FEW)
-def test_a_run_moved_to_an_unusual_path_is_resumed_or_refused(kind: str, undisturbed: dict[str, Any], tmp_path) -> None:
+def test_a_run_moved_to_an_unusual_path_is_resumed_or_refused(kind, undisturbed, tmp_path):
     crashed(tmp_path)
     moved = tmp_path / NAMES[kind]
     shutil.move(only_run(tmp_path), moved)

@@ -176,9 +176,7 @@ def prepared(values: dict[str, Any], resume: str) -> tuple[Run, Session]:
 
 
 @pytest.mark.parametrize("kind", ["resumed", "keeping_none"])
-def test_whatever_a_power_loss_leaves_the_run_goes_on_from_it(
-    kind: str, request: pytest.FixtureRequest, tmp_path
-) -> None:
+def test_whatever_a_power_loss_leaves_the_run_goes_on_from_it(kind, request, tmp_path):
     recorded: Recorded = request.getfixturevalue(kind)
     tried = 0
     for number, instant, state in chosen(recorded, STATES if kind == "resumed" else STATES // 3):
@@ -194,7 +192,7 @@ def test_whatever_a_power_loss_leaves_the_run_goes_on_from_it(
     assert tried >= STATES // 3, "too few different states"
 
 
-def test_small_files_are_never_partially_written(resumed: Recorded) -> None:
+def test_small_files_are_never_partially_written(resumed):
     """Files that are rewritten during a run have either their old or their new content."""
     whole = set(resumed.recorder.instants[-1].written.values())
     for _, _, state in chosen(resumed, 20 * STATES):
@@ -203,7 +201,7 @@ def test_small_files_are_never_partially_written(resumed: Recorded) -> None:
                 assert content in whole, path
 
 
-def test_a_run_resumed_after_a_power_loss_has_the_same_results(resumed: Recorded, tmp_path) -> None:
+def test_a_run_resumed_after_a_power_loss_has_the_same_results(resumed, tmp_path):
     tried = 0
     for number, _, state in chosen(resumed, RESUMES):
         root = tmp_path / str(number)

@@ -3,7 +3,6 @@
 import fcntl
 import os
 import pty
-import random
 import re
 import signal
 import subprocess
@@ -17,7 +16,7 @@ from typing import Any
 
 import pytest
 from helpers.command import Command, processes_in, start_in_new_interpreter, wait_until
-from helpers.faults import Fault, FaultTrial, ReferenceRun, only_in_make_faults, run_all_faults
+from helpers.faults import Fault, FaultTrial, only_in_make_faults, run_all_faults
 
 from runner.system.signals import run_main
 
@@ -47,9 +46,7 @@ SIGNALLED = ("single", "ddp", "fsdp", "pipeline", "hogwild", "ensemble", "worker
 
 @only_in_make_faults
 @pytest.mark.parametrize("run", SIGNALLED)
-def test_a_run_resumes_after_any_signal_at_any_point(
-    run: str, reference: Callable[[str], ReferenceRun], trial: Callable[..., FaultTrial]
-) -> None:
+def test_a_run_resumes_after_any_signal_at_any_point(run, reference, trial):
     left = [during_training(name, run, *point) for name, point in zip(STOP_SIGNALS, (*POINTS, POINTS[0]), strict=True)]
     left += [twice(names, run) for names in ("SIGINT SIGINT", "SIGTERM SIGINT", "SIGINT SIGTERM", "SIGHUP SIGUSR1")]
     reached = [each for each in left if f"{each.process}: {each.at_point}" in reference(run).points]
@@ -58,7 +55,7 @@ def test_a_run_resumes_after_any_signal_at_any_point(
 
 @only_in_make_faults
 @pytest.mark.parametrize("name", STOP_SIGNALS)
-def test_a_run_resumes_after_signals_before_training(name: str, trial: Callable[..., FaultTrial]) -> None:
+def test_a_run_resumes_after_signals_before_training(name, trial):
     code, says = (INTERRUPTED, "interrupted") if name == "SIGINT" else (STOPPED, f"{name}: stopped before the first")
     points = ("before rename overrides.yaml", "after rename config.yaml", "after rename environment.json")
     faults = [Fault(name, at, codes=(code,), console_pattern=f"^{says}") for at in points]
@@ -67,9 +64,7 @@ def test_a_run_resumes_after_signals_before_training(name: str, trial: Callable[
 
 @only_in_make_faults
 @pytest.mark.parametrize("run", ["single", "ddp", "hogwild", "dqn"])
-def test_a_run_resumes_after_signals_at_random_moments(
-    run: str, reference: Callable[[str], ReferenceRun], trial: Callable[..., FaultTrial], rng: random.Random
-) -> None:
+def test_a_run_resumes_after_signals_at_random_moments(run, reference, trial, rng):
     """A signal may also come after the last step, where it has no effect."""
     signals, number = 15, 0
     while signals > 0:
@@ -92,9 +87,7 @@ TIMEOUT = 8
 @only_in_make_faults
 @pytest.mark.parametrize("at", ["after step", "before fsync model.safetensors"])
 @pytest.mark.parametrize("run", ["ddp", "fsdp", "pipeline", "hogwild", "ensemble", "workers"])
-def test_a_run_goes_on_after_a_pause_longer_than_the_timeout(
-    run: str, at: str, trial: Callable[..., FaultTrial]
-) -> None:
+def test_a_run_goes_on_after_a_pause_longer_than_the_timeout(run, at, trial):
     def go_on(command: Command) -> None:
         wait_until(lambda: (paused.cwd / "fired").exists() or command.command_exit_code is not None)
         time.sleep(TIMEOUT + 4)
@@ -108,7 +101,7 @@ def test_a_run_goes_on_after_a_pause_longer_than_the_timeout(
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGUSR1, STOPPED), (signal.SIGINT, INTERRUPTED)])
-def test_an_exception_that_replaces_a_stop_does_not_change_the_exit_code(number: signal.Signals, code: int) -> None:
+def test_an_exception_that_replaces_a_stop_does_not_change_the_exit_code(number, code):
     """A stop signal raises an exception. A `finally` clause of a library may replace it with another exception."""
 
     def main() -> int:
@@ -166,9 +159,7 @@ def typed(tmp_path, trial: Callable[..., FaultTrial], monkeypatch) -> Callable[[
 @only_in_make_faults
 @pytest.mark.parametrize("run", ["single", "ddp"])
 @pytest.mark.parametrize("name", STOP_SIGNALS)
-def test_a_command_can_be_stopped_from_its_first_moment(
-    name: str, run: str, rng: random.Random, typed: Callable[[str], Typed]
-) -> None:
+def test_a_command_can_be_stopped_from_its_first_moment(name, run, rng, typed):
     command = typed(run)
     for _ in range(2):
         process = command.start()
@@ -180,9 +171,7 @@ def test_a_command_can_be_stopped_from_its_first_moment(
 
 @only_in_make_faults
 @pytest.mark.parametrize("run", ["single", "ddp", "hogwild"])
-def test_a_run_resumes_after_its_terminal_was_closed(
-    run: str, rng: random.Random, typed: Callable[[str], Typed]
-) -> None:
+def test_a_run_resumes_after_its_terminal_was_closed(run, rng, typed):
     command = typed(run)
     for _ in range(3):
         ours, terminal = pty.openpty()
@@ -203,9 +192,7 @@ def test_a_run_resumes_after_its_terminal_was_closed(
 
 @only_in_make_faults
 @pytest.mark.parametrize("run", ["single", "ddp"])
-def test_nohup_ignores_a_closed_terminal_and_nothing_else(
-    run: str, rng: random.Random, typed: Callable[[str], Typed]
-) -> None:
+def test_nohup_ignores_a_closed_terminal_and_nothing_else(run, rng, typed):
     command = typed(run)
     for name, codes in (("SIGTERM", (0, STOPPED)), ("SIGHUP", (0,))):
         process = command.start("SIGHUP", preexec_fn=partial(signal.signal, signal.SIGHUP, signal.SIG_IGN))

@@ -24,7 +24,7 @@ def trained(*overrides: str) -> runner.SavedRun:
 
 
 @pytest.mark.parametrize("name", ["resnet18", "vit_tiny_patch16_224"])
-def test_a_network_of_timm_is_trained_and_its_weights_fit_timm(name: str) -> None:
+def test_a_network_of_timm_is_trained_and_its_weights_fit_timm(name):
     timm = require("timm")
     size = 224 if name.startswith("vit") else 32
     small = ("data=synthetic", f"data.size={size}", "data.num_samples=8", "data.holdout=4", "data.num_classes=3")
@@ -38,7 +38,7 @@ def test_a_network_of_timm_is_trained_and_its_weights_fit_timm(name: str) -> Non
     torch.testing.assert_close(network(inputs), plain(inputs))
 
 
-def test_an_agent_acts_in_lunar_lander() -> None:
+def test_an_agent_acts_in_lunar_lander():
     require("Box2D")
     short = ("workload.env_steps=400", "workload.warm_up=200", "workload.eval_episodes=2")
     run = trained("workload=dqn", "env=lunarlander", *short)
@@ -46,7 +46,7 @@ def test_an_agent_acts_in_lunar_lander() -> None:
     assert -2000 < run.result["metrics"]["eval/return"] < 300
 
 
-def test_onnx_runtime_computes_what_the_model_computes() -> None:
+def test_onnx_runtime_computes_what_the_model_computes():
     onnx, _, runtime = require("onnx"), require("onnxscript"), require("onnxruntime")
     run = trained(*TINY_CPU, "steps=4")
     assert convert.main([str(run.directory), "model.onnx"]) == 0

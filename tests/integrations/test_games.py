@@ -28,7 +28,7 @@ def games(*overrides: str) -> Env:
     return run.workload.env  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def test_frames_and_rewards_are_those_of_ale_py_itself() -> None:
+def test_frames_and_rewards_are_those_of_ale_py_itself():
     """The frames are those of the stacks that ale-py makes; the first one of an episode is repeated before it."""
     require("ale_py")
     env = games("env.id=ALE/Pong-v5", "env.sticky_actions=0", "env.max_episode_steps=40")
@@ -53,7 +53,7 @@ def test_frames_and_rewards_are_those_of_ale_py_itself() -> None:
     assert resets == 4
 
 
-def test_an_atari_agent_trains_resumes_and_is_filmed_in_color(tmp_path) -> None:
+def test_an_atari_agent_trains_resumes_and_is_filmed_in_color(tmp_path):
     require("ale_py")
     more = ("env=atari", "model=nature_cnn", "workload.clip_rewards=true", "workload.terminal_on_life_loss=true")
     run = tmp_path / "run"
@@ -70,14 +70,14 @@ def test_an_atari_agent_trains_resumes_and_is_filmed_in_color(tmp_path) -> None:
     assert "Did you mean: `Breakout`" in refusal.value.why
 
 
-def test_games_of_ale_py_are_refused_without_their_preprocessing() -> None:
+def test_games_of_ale_py_are_refused_without_their_preprocessing():
     require("ale_py")
     with pytest.raises(ConfigError) as refusal:
         prepare_session(build_composed_run("workload=dqn", "env.id=ale_py:ALE/Breakout-v5", "model=nature_cnn"))
     assert (refusal.value.key, refusal.value.remedy) == ("env.id", "env=atari env.id=ALE/Breakout-v5")
 
 
-def test_a_minatar_agent_trains_and_is_filmed(tmp_path) -> None:
+def test_a_minatar_agent_trains_and_is_filmed(tmp_path):
     require("minatar")
     result = train_in(tmp_path, build_composed_run("workload=dqn", "env=minatar", "model=minatar_cnn", *SHORT)).result
     assert result.status == "done"
@@ -86,7 +86,7 @@ def test_a_minatar_agent_trains_and_is_filmed(tmp_path) -> None:
         assert film.size == (160, 160)
 
 
-def test_color_images_are_resized(monkeypatch) -> None:
+def test_color_images_are_resized(monkeypatch):
     require("cv2")
     monkeypatch.setitem(gymnasium.registry, "Color-v0", gymnasium.envs.registration.EnvSpec("Color-v0", Color))
     env = Env("Color-v0", 2, grayscale=True, image_size=20, frame_stack=2)

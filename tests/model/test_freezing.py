@@ -26,7 +26,7 @@ def frozen(patterns: list[str], exceptions: list[str] | None = None) -> set[str]
     return {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
 
 
-def test_a_pattern_matches_parameters_modules_and_blocks() -> None:
+def test_a_pattern_matches_parameters_modules_and_blocks():
     names = [name for name, _ in network().named_parameters()]
     assert frozen(["conv1.weight"]) == {"conv1.weight"}
     assert frozen(["layer1"]) == {name for name in names if name.startswith("layer1.")}
@@ -36,7 +36,7 @@ def test_a_pattern_matches_parameters_modules_and_blocks() -> None:
     assert frozen(["*.bias"]) == {name for name in names if name.endswith(".bias")}
 
 
-def test_patterns_that_have_no_effect_are_refused() -> None:
+def test_patterns_that_have_no_effect_are_refused():
     for patterns, exceptions, key, got, suggested in (
         (["layr1"], [], "freeze", "layr1", "layer1"),
         (["*"], ["haed"], "unfreeze", "haed", "head"),
@@ -49,7 +49,7 @@ def test_patterns_that_have_no_effect_are_refused() -> None:
         assert suggested in refused.value.remedy
 
 
-def test_frozen_batch_normalization_keeps_its_statistics_and_uses_them() -> None:
+def test_frozen_batch_normalization_keeps_its_statistics_and_uses_them():
     model, x = network(), torch.randn(4, 3, 8, 8)
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):
@@ -64,7 +64,7 @@ def test_frozen_batch_normalization_keeps_its_statistics_and_uses_them() -> None
     assert list(model.state_dict()) == list(reference.state_dict())
 
 
-def test_batch_normalization_is_frozen_as_a_whole_and_parallel_modes_do_not_convert_it() -> None:
+def test_batch_normalization_is_frozen_as_a_whole_and_parallel_modes_do_not_convert_it():
     model = network()
     freeze(model, ["*.bias", "layer1"], [])
     assert type(model.bn1) is nn.BatchNorm2d, "its weight is trained"

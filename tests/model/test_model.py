@@ -37,13 +37,13 @@ def refusal(shape: tuple[int, int, int] = SHAPE, **options: object) -> ConfigErr
     ("tiny", (1, 8, 8), 10, 16 * 10 + 32 * 145 + 64 * 129 + 10 * 65),
     ("resnet50", (3, 64, 64), 1000, 25_557_032),
 )
-def test_option_files_build_the_networks_of_their_names(name: str, shape: tuple, classes: int, count: int) -> None:
+def test_option_files_build_the_networks_of_their_names(name, shape, classes, count):
     network = option(name).build(shape, classes)
     assert sum(p.numel() for p in network.parameters()) == count
     assert network.eval()(torch.zeros(1, *shape)).shape == (1, classes)
 
 
-def test_options_are_passed_to_the_network() -> None:
+def test_options_are_passed_to_the_network():
     net = option("convnet", dropout=0.5, checkpoint_activations=True).build(SHAPE, 10)
     deep = option("resnet18", stem="cifar", norm="group", checkpoint_activations=True).build((2, 32, 32), 10)
     assert isinstance(net, convnet.ConvNet)
@@ -65,13 +65,13 @@ def test_options_are_passed_to_the_network() -> None:
     (ConvNet, {"weights": "absent.pt"}, "weights"),
     (ResNet, {"reset_head": True}, "reset_head"),
 )
-def test_an_invalid_value_is_refused_by_its_key(cls: type[Model], options: dict, key: str) -> None:
+def test_an_invalid_value_is_refused_by_its_key(cls, options, key):
     with pytest.raises(ConfigError) as error:
         cls(**options)
     assert error.value.key == key
 
 
-def test_inputs_that_are_too_small_are_refused_by_key() -> None:
+def test_inputs_that_are_too_small_are_refused_by_key():
     error = refusal(shape=(1, 8, 8))
     assert (error.key, error.got) == ("kernel_size", 5)
 
@@ -103,7 +103,7 @@ def spelled(folder: Path, spelling: str, state: dict[str, torch.Tensor]) -> str:
 
 
 @pytest.mark.parametrize("spelling", spellings({}))
-def test_weights_load_from_every_supported_format(tmp_path, spelling: str) -> None:
+def test_weights_load_from_every_supported_format(tmp_path, spelling):
     saved = small(seed=4).state_dict()
     path = spelled(tmp_path, spelling, saved)
     loaded = ConvNet(weights=path).build(SHAPE, 10).state_dict()
@@ -113,7 +113,7 @@ def test_weights_load_from_every_supported_format(tmp_path, spelling: str) -> No
         assert torch.equal(loaded[name], tensor.half().float() if spelling == "half.pt" else tensor)
 
 
-def test_torchvision_weights_load_with_and_without_num_batches_tracked(tmp_path) -> None:
+def test_torchvision_weights_load_with_and_without_num_batches_tracked(tmp_path):
     theirs = torchvision.models.resnet18(weights=None)
     theirs.bn1.running_mean.fill_(0.25)
     state = theirs.state_dict()
@@ -124,7 +124,7 @@ def test_torchvision_weights_load_with_and_without_num_batches_tracked(tmp_path)
         assert all(torch.equal(ours[key], state[key]) for key in state)
 
 
-def test_a_head_for_other_classes_is_refused_unless_reset_head_is_set(tmp_path) -> None:
+def test_a_head_for_other_classes_is_refused_unless_reset_head_is_set(tmp_path):
     state = small(classes=7, seed=4).state_dict()
     path = spelled(tmp_path, "dataparallel.pt", state)
     error = refusal(weights=path)
@@ -136,7 +136,7 @@ def test_a_head_for_other_classes_is_refused_unless_reset_head_is_set(tmp_path) 
         assert torch.equal(tensor, fresh[name] if name.startswith("head.") else state[name])
 
 
-def test_reset_head_needs_a_network_with_blocks(tmp_path) -> None:
+def test_reset_head_needs_a_network_with_blocks(tmp_path):
     class Bare(Model):
         def network(self, shape: tuple[int, int, int], num_classes: int) -> torch.nn.Module:
             return torch.nn.Linear(3, num_classes)
@@ -147,7 +147,7 @@ def test_reset_head_needs_a_network_with_blocks(tmp_path) -> None:
         Bare(weights=path, reset_head=True).build((1, 1, 3), 10)
 
 
-def test_weights_of_another_network_are_refused_with_three_names_each(tmp_path) -> None:
+def test_weights_of_another_network_are_refused_with_three_names_each(tmp_path):
     state = small().state_dict()
     renamed = {name.replace("conv", "block"): tensor for name, tensor in state.items()}
     renamed["hidden.fc.weight"] = torch.zeros(50, 500)
@@ -172,7 +172,7 @@ class Marker:
     torch.zeros(3),
     ids=["class", "list", "empty", "nested", "number", "index", "tensor"],
 )
-def test_a_file_without_a_state_dict_is_refused(content: object, tmp_path) -> None:
+def test_a_file_without_a_state_dict_is_refused(content, tmp_path):
     path = str(tmp_path / "weights.pt")
     torch.save(content, path)
     error = refusal(weights=path)

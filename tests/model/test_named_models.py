@@ -22,7 +22,7 @@ def refusal(shape: tuple[int, int, int] = (3, 32, 32), **options: Any) -> Config
     return refused.value
 
 
-def test_weights_are_those_of_torchvision_with_the_same_seed() -> None:
+def test_weights_are_those_of_torchvision_with_the_same_seed():
     torch.manual_seed(3)
     ours = Torchvision(name=SMALL).build((3, 32, 32), 7)
     torch.manual_seed(3)
@@ -32,7 +32,7 @@ def test_weights_are_those_of_torchvision_with_the_same_seed() -> None:
     assert ours.training
 
 
-def test_networks_have_the_channels_and_the_size_of_the_images() -> None:
+def test_networks_have_the_channels_and_the_size_of_the_images():
     model = Torchvision(name=SMALL).build((4, 32, 32), 10)
     first = model.get_submodule("conv1.0")
     assert isinstance(first, torch.nn.Conv2d)
@@ -44,7 +44,7 @@ def test_networks_have_the_channels_and_the_size_of_the_images() -> None:
     assert model.get_submodule("encoder.dropout").p == 0.25
 
 
-def test_a_network_whose_widths_are_computed_with_tensors_works_with_fake_tensors() -> None:
+def test_a_network_whose_widths_are_computed_with_tensors_works_with_fake_tensors():
     with fake_tensors():
         model = Torchvision(name="regnet_y_400mf").build((3, 64, 64), 10)
         assert model(torch.zeros(2, 3, 64, 64)).shape == (2, 10)
@@ -59,9 +59,7 @@ def test_a_network_whose_widths_are_computed_with_tensors_works_with_fake_tensor
     ("vgg11", (3, 8, 8), {}, "for images of 3×8×8"),
     ("vit_b_32", (3, 64, 32), {}, "for images of 3×64×32"),
 )
-def test_what_torchvision_cannot_build_is_refused(
-    name: str, shape: tuple[int, int, int], options: dict[str, Any], why: str
-) -> None:
+def test_what_torchvision_cannot_build_is_refused(name, shape, options, why):
     with torch.device("meta"):
         error = refusal(shape, name=name, options=options)
     assert (error.key, error.got) == ("name", name)
@@ -69,7 +67,7 @@ def test_what_torchvision_cannot_build_is_refused(
     assert name != "vit_b16" or "vit_b_16" in error.remedy
 
 
-def test_checkpoint_activations_needs_a_network_with_blocks() -> None:
+def test_checkpoint_activations_needs_a_network_with_blocks():
     model = Torchvision(name=SMALL, checkpoint_activations=True).build((3, 32, 32), 10)
     assert model.get_submodule("stage2.1").checkpoint_activations
     assert refusal((3, 64, 64), name="alexnet", checkpoint_activations=True).key == "checkpoint_activations"
@@ -93,7 +91,7 @@ def timm(monkeypatch) -> list[dict[str, Any]]:
     return calls
 
 
-def test_timm_downloads_nothing_and_wrong_names_and_arguments_are_refused(timm: list[dict[str, Any]]) -> None:
+def test_timm_downloads_nothing_and_wrong_names_and_arguments_are_refused(timm):
     for options, key in (
         ({"name": "hf-hub:someone/resnet18"}, "name"),
         ({"options": {"pretrained": True}}, "options.pretrained"),

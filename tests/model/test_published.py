@@ -61,7 +61,7 @@ def refusal(*overrides: str) -> ConfigError:
     return refused.value
 
 
-def test_weights_are_downloaded_only_if_asked_for_and_only_once(served: Served) -> None:
+def test_weights_are_downloaded_only_if_asked_for_and_only_once(served):
     wanted = built(*TINY_CPU, "seed=1")
     torch.save(wanted, served.root / "weights")
     content = (served.root / "weights").read_bytes()
@@ -88,7 +88,7 @@ def test_weights_are_downloaded_only_if_asked_for_and_only_once(served: Served) 
     assert not Path("ran").exists()
 
 
-def test_names_of_torchvision_and_timm_are_those_of_their_files(served: Served) -> None:
+def test_names_of_torchvision_and_timm_are_those_of_their_files(served):
     torch.manual_seed(1)
     network = torchvision.models.resnet18(num_classes=5)
     (cache := Path("torch/hub/checkpoints")).mkdir(parents=True)
@@ -106,7 +106,7 @@ def test_names_of_torchvision_and_timm_are_those_of_their_files(served: Served) 
     assert served.paths == ["/timm/resnet18.a1_in1k/resolve/main/model.safetensors"]
 
 
-def test_what_names_no_weights_is_refused(served: Served) -> None:
+def test_what_names_no_weights_is_refused(served):
     for words, key, said in (
         (("model.weights=resnet19",), "model.weights", "resnet18"),
         (("model.weights=resnet50",), "model.weights", "model.download=true"),
@@ -121,7 +121,7 @@ def test_what_names_no_weights_is_refused(served: Served) -> None:
     assert served.paths == []
 
 
-def test_weights_of_a_run_are_its_best_or_its_last(tmp_path, monkeypatch) -> None:
+def test_weights_of_a_run_are_its_best_or_its_last(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     words = ("steps=6", "save_every=2", "eval_every=2", "keep=10", "optimizer.lr=0.5", "ema.decay=0.5")
     result = runner.train([*TINY_CPU, *words])
@@ -143,7 +143,7 @@ def test_weights_of_a_run_are_its_best_or_its_last(tmp_path, monkeypatch) -> Non
     assert refusal(*TINY_CPU, f"model.weights={steps}/step_{best:08d}").key == "model.weights"
 
 
-def test_a_saved_config_starts_no_download(tmp_path, served: Served) -> None:
+def test_a_saved_config_starts_no_download(tmp_path, served):
     save_file(built(*TINY_CPU), served.root / "tiny.safetensors")
     words = (f"model.weights={served.url}/tiny.safetensors", "model.download=true")
     result = runner.train([*TINY_CPU, *words, "steps=2"])

@@ -16,7 +16,7 @@ def cells(model: torch.nn.Module, shape: tuple[int, ...] | None) -> list[list[st
     return [re.split("  +", line) for line in table_of(model, shape)[0].splitlines()]
 
 
-def test_the_table_has_a_row_for_each_block_and_a_total() -> None:
+def test_the_table_has_a_row_for_each_block_and_a_total():
     model = without_memory(lambda: ConvNet(1, 8, 8, 10, channels=(16, 32), kernel_size=3, padding=1, hidden=64))
     model.get_submodule("conv1").requires_grad_(False)
     total = 2 * (9 * 16 * 64 + 9 * 16 * 32 * 16 + 128 * 64 + 640)
@@ -45,7 +45,7 @@ class Counting(torch.nn.Module):
         return self.layers[0](x)
 
 
-def test_a_network_without_blocks_has_a_row_for_each_child_and_does_not_change() -> None:
+def test_a_network_without_blocks_has_a_row_for_each_child_and_does_not_change():
     model = Counting()
     model.unused.eval()
     unknown = [["layers", "ModuleList", "–", "16", "16", "–"], ["unused", "BatchNorm1d", "–", "6", "6", "–"]]
@@ -56,9 +56,7 @@ def test_a_network_without_blocks_has_a_row_for_each_child_and_does_not_change()
 
 
 @pytest.mark.parametrize("words", [TINY_CPU, ("workload=dqn",)], ids=["classifier", "dqn"])
-def test_the_command_prints_the_table_and_writes_no_files(
-    words: tuple[str, ...], tmp_path, monkeypatch, capsys
-) -> None:
+def test_the_command_prints_the_table_and_writes_no_files(words, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert run_command([*words, "--summary"]) == 0
     printed = capsys.readouterr().out

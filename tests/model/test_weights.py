@@ -14,7 +14,7 @@ from runner.storage.safe_torch_load import UnusualFileError, load_tensors
 
 
 @pytest.mark.parametrize("name", ["weights.pt", "weights.safetensors"])
-def test_a_symlink_to_a_weights_file_is_followed(tmp_path, name: str) -> None:
+def test_a_symlink_to_a_weights_file_is_followed(tmp_path, name):
     """The cache of a model hub consists of symbolic links."""
     tensors, blob = {"w": torch.arange(3.0)}, tmp_path / "blob"
     save_file(tensors, blob) if name.endswith("safetensors") else torch.save(tensors, blob)
@@ -24,7 +24,7 @@ def test_a_symlink_to_a_weights_file_is_followed(tmp_path, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["weights.pt", "weights.safetensors"])
 @pytest.mark.parametrize("kind", ["pipe", "/dev/zero", "a link to itself", b"", b"\x80\x02garbage", bytes(200)])
-def test_anything_but_a_weights_file_is_refused(tmp_path, name: str, kind: str | bytes) -> None:
+def test_anything_but_a_weights_file_is_refused(tmp_path, name, kind):
     path = tmp_path / name
     if isinstance(kind, bytes):
         path.write_bytes(kind)
@@ -37,7 +37,7 @@ def test_anything_but_a_weights_file_is_refused(tmp_path, name: str, kind: str |
     assert (refused.value.key, refused.value.got) == ("weights", str(path))
 
 
-def test_a_zip_archive_that_only_torch_recognizes_is_refused(tmp_path) -> None:
+def test_a_zip_archive_that_only_torch_recognizes_is_refused(tmp_path):
     """Because of a comment at its end, Python does not find the central directory of the archive, but torch does."""
     path = tmp_path / "weights.pt"
     torch.save({"a": torch.zeros(3)}, path)
@@ -62,7 +62,7 @@ class EndsWithoutParameters(nn.Module):
         ]
 
 
-def test_the_last_layer_with_parameters_is_the_head(tmp_path) -> None:
+def test_the_last_layer_with_parameters_is_the_head(tmp_path):
     saved, model = EndsWithoutParameters(7), EndsWithoutParameters(4)
     head = model.head.weight.detach().clone()
     torch.save(saved.state_dict(), tmp_path / "weights.pt")
@@ -75,7 +75,7 @@ def test_the_last_layer_with_parameters_is_the_head(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("normalized", [False, True])
-def test_the_online_network_of_an_agent_is_loaded(tmp_path, normalized: bool) -> None:
+def test_the_online_network_of_an_agent_is_loaded(tmp_path, normalized):
     agent = WithTarget(QNet(4, 2, [8]), *((torch.ones(4), torch.ones(4)) if normalized else ()))
     agent.online.load_state_dict({name: tensor + 1 for name, tensor in agent.online.state_dict().items()})
     save_file(agent.state_dict(), tmp_path / "agent.safetensors")

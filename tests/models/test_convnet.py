@@ -19,7 +19,7 @@ def by_hand(weights: dict[str, torch.Tensor], x: torch.Tensor, padding: int = 0)
     ("shape", "options"),
     [((2, 17, 31), {}), ((1, 8, 8), {"channels": (16, 32), "kernel_size": 3, "padding": 1, "hidden": 64})],
 )
-def test_outputs_equal_those_of_plain_torch_functions(shape: tuple[int, int, int], options: dict) -> None:
+def test_outputs_equal_those_of_plain_torch_functions(shape, options):
     torch.manual_seed(0)
     network = ConvNet(*shape, 10, **options)
     x = torch.randn(4, *shape)
@@ -28,9 +28,7 @@ def test_outputs_equal_those_of_plain_torch_functions(shape: tuple[int, int, int
 
 
 @pytest.mark.parametrize(("count", "kernel_size", "padding", "least"), [(2, 5, 0, 16), (3, 5, 0, 36), (2, 3, 1, 4)])
-def test_smallest_input_leaves_one_pixel_and_a_smaller_one_is_refused(
-    count: int, kernel_size: int, padding: int, least: int
-) -> None:
+def test_smallest_input_leaves_one_pixel_and_a_smaller_one_is_refused(count, kernel_size, padding, least):
     options = {"channels": (3,) * count, "kernel_size": kernel_size, "padding": padding}
     network = ConvNet(1, least, least, 10, **options)
     assert network(torch.randn(2, 1, least, least)).shape == (2, 10)
@@ -39,7 +37,7 @@ def test_smallest_input_leaves_one_pixel_and_a_smaller_one_is_refused(
         ConvNet(1, least, least - 1, 10, **options)
 
 
-def test_blocks_in_sequence_equal_the_network_and_have_each_parameter_once() -> None:
+def test_blocks_in_sequence_equal_the_network_and_have_each_parameter_once():
     network, x = ConvNet(1, 28, 28, 10), torch.randn(3, 1, 28, 28)
     before = torch.get_rng_state()
     expected = network(x)

@@ -41,19 +41,19 @@ def resnet(depth: int, again: bool, **options) -> ResNet:
 @pytest.mark.parametrize(
     ("depth", "norm", "dtype"), [(18, "batch", torch.bfloat16), (18, "group", None), (50, "batch", None)]
 )
-def test_training_with_recomputation_is_bitwise_the_same(depth: int, norm: str, dtype: torch.dtype | None) -> None:
+def test_training_with_recomputation_is_bitwise_the_same(depth, norm, dtype):
     """Compares losses, gradients, weights, and the running statistics of batch normalization."""
     assert same(training(resnet(depth, False, norm=norm), dtype), training(resnet(depth, True, norm=norm), dtype))
 
 
-def test_running_statistics_are_updated_once_without_early_stop() -> None:
+def test_running_statistics_are_updated_once_without_early_stop():
     with set_checkpoint_early_stop(False):
         again = training(resnet(18, True))
     assert same(again, training(resnet(18, False)))
 
 
 @pytest.mark.parametrize("case", ["training", "without momentum", "evaluation", "infinite"])
-def test_batch_normalization_is_bitwise_the_same_if_a_retained_graph_is_backpropagated_twice(case: str) -> None:
+def test_batch_normalization_is_bitwise_the_same_if_a_retained_graph_is_backpropagated_twice(case):
     norm = nn.BatchNorm2d(3, momentum=None if case == "without momentum" else 0.1).train(case != "evaluation")
     x = torch.full((2, 3, 1, 1), torch.inf) if case == "infinite" else torch.randn(2, 3, 8, 8)
     results = {}
@@ -69,7 +69,7 @@ def test_batch_normalization_is_bitwise_the_same_if_a_retained_graph_is_backprop
     assert results[True][-1] == norm.training
 
 
-def test_an_error_in_the_recomputation_leaves_the_statistics_unchanged() -> None:
+def test_an_error_in_the_recomputation_leaves_the_statistics_unchanged():
     class Fragile(nn.Module):
         calls = 0
 
@@ -103,7 +103,7 @@ def saved_bytes(network: nn.Module, x: torch.Tensor) -> int:
     return sum(storage.nbytes() for address, storage in saved.items() if address not in own)
 
 
-def test_resnet50_saves_less_than_a_third_of_the_activations() -> None:
+def test_resnet50_saves_less_than_a_third_of_the_activations():
     """Measured for two images of 64×64: 14.3 MB without activation checkpointing, and 3.8 MB with it."""
     x = torch.randn(2, 3, 64, 64)
     without, with_ = saved_bytes(resnet(50, False), x), saved_bytes(resnet(50, True), x)

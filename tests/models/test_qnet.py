@@ -6,7 +6,7 @@ from torch import nn
 from models.qnet import Dueling, QNet, WithTarget
 
 
-def test_dueling_values_are_state_value_plus_centered_advantages() -> None:
+def test_dueling_values_are_state_value_plus_centered_advantages():
     head = Dueling(2, 3)
     x = torch.randn(5, 2)
     value, advantages = head.value(x).tolist(), head.advantage(x).tolist()
@@ -15,7 +15,7 @@ def test_dueling_values_are_state_value_plus_centered_advantages() -> None:
     assert isinstance(QNet(4, 3, (8,), dueling=True)[-1], Dueling)
 
 
-def test_the_network_equals_plain_torch_with_and_without_recomputation() -> None:
+def test_the_network_equals_plain_torch_with_and_without_recomputation():
     net, again = QNet(4, 2, (8, 6)), QNet(4, 2, (8, 6), checkpoint_activations=True)
     again.load_state_dict(net.state_dict())
     plain = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 2))
@@ -34,7 +34,7 @@ def test_the_network_equals_plain_torch_with_and_without_recomputation() -> None
     assert QNet(4, 2, ())(x.view(3, 1, 2, 2)).shape == (3, 2)
 
 
-def test_observations_of_any_shape_are_normalized_by_component() -> None:
+def test_observations_of_any_shape_are_normalized_by_component():
     shift, scale, flat = torch.randn(6), torch.rand(6), torch.randn(3, 6)
     grids, wanted = flat.view(3, 2, 3), (flat - shift) * scale
     assert torch.equal(WithTarget(nn.Identity(), shift, scale)(grids), wanted.view(3, 2, 3))

@@ -8,7 +8,7 @@ from models.resnet import ResNet
 
 
 @pytest.mark.parametrize("depth", [18, 34, 50, 101, 152])
-def test_names_and_shapes_are_those_of_torchvision(depth: int) -> None:
+def test_names_and_shapes_are_those_of_torchvision(depth):
     with torch.device("meta"):
         networks = ResNet(depth), torchvision.models.get_model(f"resnet{depth}")
     ours, theirs = ([(name, tensor.shape) for name, tensor in each.state_dict().items()] for each in networks)
@@ -16,7 +16,7 @@ def test_names_and_shapes_are_those_of_torchvision(depth: int) -> None:
 
 
 @pytest.mark.parametrize("depth", [18, 50])
-def test_weights_outputs_gradients_and_statistics_are_those_of_torchvision_with_the_same_seed(depth: int) -> None:
+def test_weights_outputs_gradients_and_statistics_are_those_of_torchvision_with_the_same_seed(depth):
     torch.manual_seed(0)
     ours = ResNet(depth, num_classes=10)
     torch.manual_seed(0)
@@ -32,7 +32,7 @@ def test_weights_outputs_gradients_and_statistics_are_those_of_torchvision_with_
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-def test_the_blocks_have_each_parameter_once_and_contain_a_replaced_layer() -> None:
+def test_the_blocks_have_each_parameter_once_and_contain_a_replaced_layer():
     network = nn.SyncBatchNorm.convert_sync_batchnorm(ResNet(18))
     in_stages = [id(p) for _, stage in network.blocks() for p in stage.parameters()]
     assert in_stages == [id(p) for p in network.parameters()]
@@ -42,7 +42,7 @@ def test_the_blocks_have_each_parameter_once_and_contain_a_replaced_layer() -> N
 @pytest.mark.parametrize(
     ("channels", "stem", "norm"), [(1, "imagenet", "batch"), (3, "cifar", "group"), (4, "imagenet", "group")]
 )
-def test_any_number_of_channels_works_with_any_stem_and_norm(channels: int, stem: str, norm: str) -> None:
+def test_any_number_of_channels_works_with_any_stem_and_norm(channels, stem, norm):
     torch.manual_seed(0)
     network, x = ResNet(18, channels, 7, stem, norm), torch.randn(2, channels, 32, 32)
     assert network(x).shape == (2, 7)

@@ -37,7 +37,7 @@ def inputs(name: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-def test_blocks_in_sequence_equal_the_network_and_have_each_parameter_once(name: str) -> None:
+def test_blocks_in_sequence_equal_the_network_and_have_each_parameter_once(name):
     """In float64, in which every network has different outputs for the two samples; no block may change its inputs."""
     model, x = network(name, torch.float64), inputs(name).double()
     wanted, blocks = model(x).detach(), blocks_of(model)
@@ -60,7 +60,7 @@ def test_blocks_in_sequence_equal_the_network_and_have_each_parameter_once(name:
     assert list(blocks[-1][1].parameters())[-1] is list(model.parameters())[-1], "the bias of the last layer"
 
 
-def test_the_classes_of_the_test_networks_list_blocks_and_others_do_not() -> None:
+def test_the_classes_of_the_test_networks_list_blocks_and_others_do_not():
     """MaxViT even has a submodule that is named `blocks`."""
     with torch.device("meta"):
         networks = [torchvision_networks.create(name, (3, side, side), 5, {}) for name, side in SMALLEST.items()]
@@ -71,7 +71,7 @@ def test_the_classes_of_the_test_networks_list_blocks_and_others_do_not() -> Non
 
 
 @pytest.mark.parametrize("name", ["shufflenet_v2_x0_5", "convnext_tiny"])
-def test_recomputing_activations_changes_neither_gradients_nor_buffers(name: str) -> None:
+def test_recomputing_activations_changes_neither_gradients_nor_buffers(name):
     plain, x = network(name).train(), inputs(name)
     recomputed = copy.deepcopy(plain)
     assert checkpoint_activations(recomputed) > 10

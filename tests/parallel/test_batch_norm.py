@@ -1,12 +1,11 @@
 """Tests of batch normalization over the shards of several processes, and over the micro-batches of a pipeline."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from helpers.compose import TINY_CPU, compose_config
-from helpers.ranks import Ranks, connected_session
+from helpers.ranks import connected_session
 from torch import nn
 
 from models.layers import Block
@@ -45,9 +44,7 @@ def trained(module: nn.Module, shape: tuple[int, ...], shard: int, num_shards: i
 
 
 @pytest.mark.parametrize(("shape", "momentum", "affine"), CASES, ids=str)
-def test_shards_are_normalized_with_the_statistics_of_the_whole_batch(
-    shape: tuple[int, ...], momentum: float | None, affine: bool, ranks: Ranks
-) -> None:
+def test_shards_are_normalized_with_the_statistics_of_the_whole_batch(shape, momentum, affine, ranks):
     whole = trained(norm(shape, momentum, affine), shape, 0, 1)
     config = compose_config(*TINY_CPU, "parallel=ddp", "batch_size=63")
     found = ranks(3).call_on_all(in_rank, shape, momentum, affine, config)
@@ -83,9 +80,7 @@ def images(scale: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
     ("dtype", "tolerance", "recompute", "momentum"),
     [(torch.float64, 1e-13, True, 0.1), (torch.float64, 1e-13, False, None), (torch.float32, 1e-5, False, 0.1)],
 )
-def test_running_statistics_are_those_of_the_whole_batch(
-    dtype: torch.dtype, tolerance: float, recompute: bool, momentum: float | None
-) -> None:
+def test_running_statistics_are_those_of_the_whole_batch(dtype, tolerance, recompute, momentum):
     """In each layer, the expected statistics are computed from the layer's inputs in all micro-batches together."""
     model, seen = network(dtype, momentum, recompute), {}
     defer(model)
@@ -111,7 +106,7 @@ def test_running_statistics_are_those_of_the_whole_batch(
         assert int(module.num_batches_tracked) == 3
 
 
-def test_outputs_and_gradients_are_those_of_micro_batches() -> None:
+def test_outputs_and_gradients_are_those_of_micro_batches():
     plain, deferred = network(), network()
     defer(deferred)
     for part in images(1).split(4):
@@ -124,7 +119,7 @@ def test_outputs_and_gradients_are_those_of_micro_batches() -> None:
 
 
 @pytest.mark.parametrize("convert", [defer, lambda model: convert_sync_batch_norm(model, CPU)], ids=["defer", "sync"])
-def test_names_and_outputs_in_evaluation_are_unchanged(convert: Callable[[nn.Module], object]) -> None:
+def test_names_and_outputs_in_evaluation_are_unchanged(convert):
     plain, converted = network(), network()
     convert(converted)
     assert any(isinstance(module, BatchNormOfAnyDim) for module in converted.modules())
@@ -134,7 +129,7 @@ def test_names_and_outputs_in_evaluation_are_unchanged(convert: Callable[[nn.Mod
     update(converted)  # must also work without any micro-batch
 
 
-def test_a_norm_without_running_statistics_is_unchanged() -> None:
+def test_a_norm_without_running_statistics_is_unchanged():
     model = nn.Sequential(nn.BatchNorm2d(2, track_running_stats=False))
     defer(model)
     assert type(model[0]) is nn.BatchNorm2d

@@ -46,7 +46,7 @@ def sums_and_lists(collectives: Collectives) -> Any:
     return collectives.all_reduce({"sum": torch.tensor(rank + 1), "list": [rank, {"row": torch.full((rank,), rank)}]})
 
 
-def test_tensors_are_added_and_lists_joined_in_the_order_of_the_ranks(on_three: Callable[[Work], list[Any]]) -> None:
+def test_tensors_are_added_and_lists_joined_in_the_order_of_the_ranks(on_three):
     joined = [each for rank in range(3) for each in (rank, {"row": torch.full((rank,), rank)})]
     for found in on_three(sums_and_lists):
         assert_bitwise_equal(found, {"sum": torch.tensor(6), "list": joined})
@@ -54,7 +54,7 @@ def test_tensors_are_added_and_lists_joined_in_the_order_of_the_ranks(on_three: 
     assert_bitwise_equal(sums_and_lists(Collectives([torch.device("cpu")])), alone)
 
 
-def test_a_message_restores_values_and_tensors() -> None:
+def test_a_message_restores_values_and_tensors():
     value = [None, True, 0.1, math.inf, "ü\n", [], {"lr": 1e-300, None: (2, ()), ("weight", "step"): torch.bfloat16}]
     for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool):
         value += [(torch.randn(shape) * 3).to(dtype) for shape in ((), (0, 3), (2, 3))]
@@ -62,7 +62,7 @@ def test_a_message_restores_values_and_tensors() -> None:
 
 
 @pytest.mark.parametrize("got", [3, None, ABSENT, [1, "two"], torch.nn.Identity()], ids=repr)
-def test_a_message_restores_a_config_error(got: object) -> None:
+def test_a_message_restores_a_config_error(got):
     error = error_from_plain(decode(encode(error_as_plain(ConfigError("steps", got, "why", "remedy")))), 0)
     assert (error.key, error.why, error.remedy) == ("steps", "why", "remedy")
     assert error.got == (repr(got) if isinstance(got, torch.nn.Module) else got)
@@ -82,14 +82,14 @@ class Executes:
     b"{}",
     ids=range(8),
 )
-def test_other_messages_are_refused_and_execute_nothing(message: bytes, tmp_path, monkeypatch) -> None:
+def test_other_messages_are_refused_and_execute_nothing(message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=NOT_SENT):
         decode(message)
     assert not list(tmp_path.iterdir())
 
 
-def test_reductions_and_gathered_values(on_three: Callable[[Work], list[Any]], tmp_path) -> None:
+def test_reductions_and_gathered_values(on_three, tmp_path):
     first, *others = found = on_three(partial(reduced_and_gathered, tmp_path))
     for rank, each in enumerate(found):
         assert each["numbers"] == (rank, 3)
@@ -131,7 +131,7 @@ def reduced_and_gathered(directory: Path, collectives: Collectives) -> dict[str,
     }
 
 
-def test_any_rank_returns_the_result_of_the_previous_call_on_all_ranks(on_three: Callable[[Work], list[Any]]) -> None:
+def test_any_rank_returns_the_result_of_the_previous_call_on_all_ranks(on_three):
     """The all-reduce that is pending at the end of a run is waited for, and does not affect the next run."""
     for _ in range(2):
         assert on_three(call_any_rank) == [[False, False, True, False]] * 3
@@ -145,7 +145,7 @@ def call_any_rank(collectives: Collectives) -> list[bool]:
 NOT_SENT = "a message from another rank has other values than plain ones, tensors and dtypes"
 
 
-def test_from_rank_0_returns_or_raises_on_all_ranks(on_three: Callable[[Work], list[Any]]) -> None:
+def test_from_rank_0_returns_or_raises_on_all_ranks(on_three):
     refused, unsent = "ConfigError: steps: got -1: they are counted\n  steps=1", f"ValueError: {NOT_SENT}"
     error, lost = "ValueError: no", "LostError: rank 0 failed: ValueError: no"
     assert on_three(decided) == [["by rank 0", text, refused, unsent] for text in (error, lost, lost)]
@@ -166,7 +166,7 @@ def raise_it(error: Exception) -> None:
     raise error
 
 
-def test_a_refusal_of_any_rank_is_raised_on_all_ranks(on_three: Callable[[Work], list[Any]]) -> None:
+def test_a_refusal_of_any_rank_is_raised_on_all_ranks(on_three):
     assert on_three(agreed) == [(rank, "rank 1: got null: refused\n  nothing") for rank in range(3)]
 
 

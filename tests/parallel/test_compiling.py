@@ -23,7 +23,7 @@ def resnet() -> ResNet:
         return ResNet(18, num_classes=10)
 
 
-def test_modules_of_blocks_are_the_blocks_that_are_submodules() -> None:
+def test_modules_of_blocks_are_the_blocks_that_are_submodules():
     network = ConvNet(1, 8, 8, 10, channels=(4, 4), kernel_size=3, padding=1, hidden=8)
     assert modules_of_blocks(network) == list(network.children())
     residual = resnet()
@@ -32,7 +32,7 @@ def test_modules_of_blocks_are_the_blocks_that_are_submodules() -> None:
     assert found == [f"layer{layer}.{index}" for layer in (1, 2, 3, 4) for index in (0, 1)], "stem and head are views"
 
 
-def test_the_network_or_each_of_its_blocks_is_compiled(compiled: list[torch.nn.Module]) -> None:
+def test_the_network_or_each_of_its_blocks_is_compiled(compiled):
     from torch._dynamo import config
 
     network = resnet()
@@ -54,7 +54,7 @@ def test_the_network_or_each_of_its_blocks_is_compiled(compiled: list[torch.nn.M
 
 
 @pytest.mark.parametrize("overrides", [(), ("parallel=pipeline", "parallel.engine=streams")], ids=["single", "streams"])
-def test_a_mode_compiles_the_blocks_of_its_network(overrides: tuple[str, ...], compiled: list[torch.nn.Module]) -> None:
+def test_a_mode_compiles_the_blocks_of_its_network(overrides, compiled):
     run = build_composed_run(*TINY_CPU, "compile=blocks", *overrides)
     session = prepare_session(run)
     model = run.parallel.place(run.workload.build_model(), session)

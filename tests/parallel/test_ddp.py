@@ -17,7 +17,7 @@ from helpers.plain_loop import (
     plain_loop,
     weights_at,
 )
-from helpers.ranks import Ranks, connected_session
+from helpers.ranks import connected_session
 
 from runner.parallel.session import Session
 from runner.run import Run
@@ -44,9 +44,7 @@ def plain_batch_norm(num_parts: int, num_steps: int = SHORT) -> dict[str, torch.
 
 
 @pytest.mark.parametrize(("mode", "parts"), [("ddp", 2), ("fsdp", 2), ("ddp parallel.sync_batch_norm=true", 1)])
-def test_batch_normalization_uses_a_shard_or_with_sync_the_whole_batch(
-    mode: str, parts: int, ranks: Ranks, tmp_path
-) -> None:
+def test_batch_normalization_uses_a_shard_or_with_sync_the_whole_batch(mode, parts, ranks, tmp_path):
     """Running statistics are compared too; without sync, they are averaged over the processes.
 
     The checkpoint of step 2 is saved without an evaluation, and that of the last step after one.
@@ -64,15 +62,15 @@ def test_batch_normalization_uses_a_shard_or_with_sync_the_whole_batch(
 @pytest.mark.slow
 @pytest.mark.parametrize(("synchronized", "parts", "bucket_mb"), [(False, 2, 1), (True, 1, 1), (False, 2, 0.5)])
 def test_a_compiled_network_with_batch_normalization_equals_a_plain_loop(
-    synchronized: bool, parts: int, bucket_mb: float, ranks: Ranks, tmp_path
-) -> None:
+    synchronized, parts, bucket_mb, ranks, tmp_path
+):
     """The gradients fill several buckets. If the compiler can split the network, it does so between the buckets."""
     options = [f"parallel.sync_batch_norm={synchronized}", f"parallel.bucket_mb={bucket_mb}", "compile=true"]
     ranks(2).train(compose_config(*TINY_CPU, *BATCH_NORM, "parallel=ddp", *options), tmp_path, narrow_without_codegen)
     assert largest_difference(weights_at(tmp_path, SHORT), plain_batch_norm(parts)) <= 1e-9
 
 
-def test_a_compiled_network_that_is_split_at_buckets_equals_a_plain_loop(ranks: Ranks, tmp_path) -> None:
+def test_a_compiled_network_that_is_split_at_buckets_equals_a_plain_loop(ranks, tmp_path):
     overrides = (*TINY_CPU, *PLAIN_LOOP_OVERRIDES, "model.hidden=2048", "precision=64", "optimizer.lr=0.05", "steps=3")
     options = ("parallel=ddp", "parallel.bucket_mb=1", "compile=true")  # 2 MiB of gradients
     ranks(2).train(compose_config(*overrides, *options), tmp_path, without_codegen)
@@ -101,16 +99,14 @@ def without_codegen(run: Run, session: Session) -> None:
     ("compression", "least", "most"),
     [("fp16", 1e-7, 1e-2), ("bf16", 1e-6, 5e-2), ("powersgd", 1e-3, 1.0)],
 )
-def test_training_with_compressed_gradients_rounds(
-    compression: str, least: float, most: float, ranks: Ranks, tmp_path
-) -> None:
+def test_training_with_compressed_gradients_rounds(compression, least, most, ranks, tmp_path):
     overrides = (*PLAIN_LOOP_OVERRIDES, "optimizer.lr=0.05", "parallel=ddp", f"parallel.compression={compression}")
     ranks(2).train(compose_config(*TINY_CPU, *overrides), tmp_path)
     plain = plain_loop(build_composed_run(*TINY_CPU, *PLAIN_LOOP_OVERRIDES), OPTIMIZER_CASES["sgd"][1])
     assert least < largest_difference(weights_at(tmp_path, STEPS), plain.weights) < most
 
 
-def test_gradients_are_sent_once_a_step_with_the_last_micro_batch(ranks: Ranks, tmp_path) -> None:
+def test_gradients_are_sent_once_a_step_with_the_last_micro_batch(ranks, tmp_path):
     config = compose_config(*TINY_CPU, *PLAIN_LOOP_OVERRIDES, "parallel=ddp", "accumulation=4")
     for sent in ranks(2).call_on_all(elements_sent, config, tmp_path):
         assert sent == [0, 0, 0, NUM_PARAMETERS]

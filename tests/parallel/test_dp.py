@@ -15,7 +15,7 @@ from runner.parallel.collectives import Collectives
 from runner.planning.fake_step import prepared, trace_ranks
 
 
-def test_dp_on_one_device_warns_and_equals_single(trained, caplog) -> None:
+def test_dp_on_one_device_warns_and_equals_single(trained, caplog):
     wanted = weights_at(trained(*PLAIN_LOOP_OVERRIDES, directory="single").directory, 10)
     with caplog.at_level(logging.WARNING):
         got = weights_at(trained(*PLAIN_LOOP_OVERRIDES, "parallel=dp", directory="dp").directory, 10)
@@ -24,7 +24,7 @@ def test_dp_on_one_device_warns_and_equals_single(trained, caplog) -> None:
     assert all(torch.equal(got[name], wanted[name]) for name in wanted)
 
 
-def test_replica_threads_use_the_autocast_dtype() -> None:
+def test_replica_threads_use_the_autocast_dtype():
     """DataParallel enables autocast in its threads without setting the dtype, so they would compute in float16."""
     run, devices = (
         build_composed_run(*TINY_CPU, "parallel=dp", "precision=bf16"),
@@ -47,7 +47,7 @@ def test_replica_threads_use_the_autocast_dtype() -> None:
     assert seen == [torch.float16, torch.bfloat16]
 
 
-def test_a_compiled_network_is_refused_on_two_gpus() -> None:
+def test_a_compiled_network_is_refused_on_two_gpus():
     """A replica has the attributes of the network, and so calls the compiled function of the network itself."""
     run = build_composed_run(*TINY_CPU, "parallel=dp", "compile=blocks")
     with pytest.raises(ConfigError) as refusal:
@@ -67,7 +67,7 @@ two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two G
     (("precision=16",), 0.05),
     (("precision=bf16",), 0.05),
 )
-def test_two_gpus_compute_what_one_computes(options: tuple[str, ...], tolerance: float, trained) -> None:
+def test_two_gpus_compute_what_one_computes(options, tolerance, trained):
     overrides = (*PLAIN_LOOP_OVERRIDES, "device=cuda", "eval_every=5", *options)
     one = trained(*overrides, directory="one")
     two = trained(*overrides, "parallel=dp", "device.indices=[0,1]", directory="two")
@@ -77,7 +77,7 @@ def test_two_gpus_compute_what_one_computes(options: tuple[str, ...], tolerance:
 
 @pytest.mark.gpu
 @two_gpus
-def test_a_plan_for_two_gpus_counts_the_whole_batch() -> None:
+def test_a_plan_for_two_gpus_counts_the_whole_batch():
     runs = [build_composed_run(*PLAIN_LOOP_OVERRIDES, "device=cuda", f"parallel={mode}") for mode in ("single", "dp")]
     (one,), (two,) = (trace_ranks(run, prepared(run)) for run in runs)
     assert two == one

@@ -43,14 +43,14 @@ def members(directory: Path, step: int = STEPS) -> list[dict[str, torch.Tensor]]
     return [weights_at(directory, step), *others]
 
 
-def test_each_member_is_bitwise_equal_to_a_single_run_with_its_seed(ensemble: Path, single_runs: list[Path]) -> None:
+def test_each_member_is_bitwise_equal_to_a_single_run_with_its_seed(ensemble, single_runs):
     for step in (6, STEPS):
         assert_bitwise_equal(members(ensemble, step), [weights_at(solo, step) for solo in single_runs])
     shared = torch.load(ensemble / "checkpoints" / f"step_{STEPS:08d}" / "state.pt", weights_only=True)
     assert_bitwise_equal(shared["optimizer"], run_outcome(single_runs[0])["state"]["optimizer"])
 
 
-def test_the_ensemble_predicts_by_its_mean_probability(ensemble: Path, single_runs: list[Path]) -> None:
+def test_the_ensemble_predicts_by_its_mean_probability(ensemble, single_runs):
     run, logged = build_composed_run(*TINY_CPU, *OVERRIDES), scalar_curves(ensemble)
     prepare_session(run)
     held_out = run.workload.held_out  # pyright: ignore[reportAttributeAccessIssue]
@@ -79,7 +79,7 @@ def test_the_ensemble_predicts_by_its_mean_probability(ensemble: Path, single_ru
             assert logged[f"eval/member_{member}/{name}"] == own[f"eval/{name}"]
 
 
-def test_tags_are_those_of_a_single_run_and_of_the_members(ensemble: Path, single_runs: list[Path]) -> None:
+def test_tags_are_those_of_a_single_run_and_of_the_members(ensemble, single_runs):
     own = {f"eval/member_{member}/{name}" for member in range(3) for name in ("loss", "accuracy")}
     assert scalar_curves(ensemble).keys() - scalar_curves(single_runs[0]).keys() == own | {"eval/disagreement"}
     means = [sum(points) / 3 for points in zip(*(values(solo, "train/loss") for solo in single_runs), strict=True)]
@@ -105,7 +105,7 @@ def at_8(stopped: Path, tmp_path) -> Path:
     return Path(shutil.copytree(stopped, tmp_path / "resumed"))
 
 
-def test_resume_of_an_ensemble_is_bitwise_exact(at_8: Path, ensemble: Path, ranks: Ranks) -> None:
+def test_resume_of_an_ensemble_is_bitwise_exact(at_8, ensemble, ranks):
     ranks(3).train(compose_config(*TINY_CPU, *OVERRIDES, "parallel=ensemble"), at_8)
     assert_bitwise_equal(members(at_8), members(ensemble))
     got, wanted = run_outcome(at_8), run_outcome(ensemble)
@@ -118,19 +118,19 @@ def mean_of_shares(totals: torch.Tensor) -> torch.Tensor:
         return collectives.all_reduce({"train": collectives.local_share(totals)})["train"]
 
 
-def test_sums_of_before_a_resume_are_the_same_after_it(ranks: Ranks) -> None:
+def test_sums_of_before_a_resume_are_the_same_after_it(ranks):
     totals = torch.rand(2000, generator=torch.Generator().manual_seed(0))
     assert (totals + totals + totals).div(3).ne(totals).any(), "float32 rounds"
     assert_bitwise_equal(ranks(3).call_on_all(mean_of_shares, totals), [totals] * 3)
 
 
-def test_a_single_process_resumes_the_first_member(at_8: Path, single_runs: list[Path]) -> None:
+def test_a_single_process_resumes_the_first_member(at_8, single_runs):
     train_in(at_8, build_composed_run(*TINY_CPU, *OVERRIDES))
     assert_bitwise_equal(weights_at(at_8, STEPS), weights_at(single_runs[0], STEPS))
 
 
 @pytest.mark.parametrize(("begun", "why"), [("ensemble", "3 members"), ("single", "1 member")])
-def test_another_number_of_members_is_refused(begun: str, why: str, at_8: Path, single_runs: list[Path]) -> None:
+def test_another_number_of_members_is_refused(begun, why, at_8, single_runs):
     overrides = (*TINY_CPU, *OVERRIDES, "parallel=ensemble", "parallel.processes=2")
     directory = at_8 if begun == "ensemble" else Path(shutil.copytree(single_runs[0], at_8.parent / "single"))
     with pytest.raises(ConfigError) as refused:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers.compose import TINY_CPU, build_composed_run, compose_config
 from helpers.plain_loop import PLAIN_LOOP_OVERRIDES
-from helpers.ranks import Ranks, connected_session
+from helpers.ranks import connected_session
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from runner.parallel.full_state import full_tensor
@@ -21,7 +21,7 @@ def config() -> dict[str, Any]:
     return compose_config(*TINY_CPU, *PLAIN_LOOP_OVERRIDES, "parallel=fsdp")
 
 
-def test_weights_gradients_and_optimizer_state_are_sharded(config: dict[str, Any], ranks: Ranks, tmp_path) -> None:
+def test_weights_gradients_and_optimizer_state_are_sharded(config, ranks, tmp_path):
     whole = build_composed_run(*TINY_CPU).workload.model.build((1, 8, 8), 10)  # type: ignore[attr-defined]
     for rank, held in enumerate(ranks(3).call_on_all(shapes_held, config, tmp_path)):
         for name, parameter in whole.named_parameters():
@@ -54,9 +54,7 @@ def one_step(state: State, counts: Callable[[], int] = lambda: 0) -> list[int]:
 
 
 @pytest.mark.parametrize(("reshard", "gathers"), [("true", 8), ("false", 4)])
-def test_gradients_are_reduced_once_a_step_and_weights_gathered_per_option(
-    reshard: str, gathers: int, ranks: Ranks, tmp_path
-) -> None:
+def test_gradients_are_reduced_once_a_step_and_weights_gathered_per_option(reshard, gathers, ranks, tmp_path):
     """Each of four blocks is gathered for the forward pass and, if it was resharded, again for the backward pass."""
     more = ("parallel=fsdp", "accumulation=4", f"parallel.reshard_after_forward={reshard}")
     config = compose_config(*TINY_CPU, *PLAIN_LOOP_OVERRIDES, *more)
@@ -82,9 +80,7 @@ def collectives(config: dict[str, Any], directory: Path) -> tuple[list[int], int
 
 
 @pytest.mark.parametrize("mode", ["fsdp", "fsdp_averaged"])
-def test_an_evaluation_gathers_one_block_at_a_time_with_any_number_of_batches_on_each_process(
-    mode: str, ranks: Ranks, tmp_path
-) -> None:
+def test_an_evaluation_gathers_one_block_at_a_time_with_any_number_of_batches_on_each_process(mode, ranks, tmp_path):
     """The processes have 0, 1 and 3 batches. A step between two evaluations trains the weights, not their average."""
     more = ("parallel=fsdp", *(("ema.decay=0.5",) if mode == "fsdp_averaged" else ()))
     config = compose_config(*TINY_CPU, *PLAIN_LOOP_OVERRIDES, *more, "batch_size=48")
@@ -171,7 +167,7 @@ class TiedOutside(Tied):
 
 
 @pytest.mark.parametrize("network", [Tied, TiedOutside])
-def test_tied_weights_stay_tied(network: type[Tied], config: dict[str, Any], ranks: Ranks, tmp_path) -> None:
+def test_tied_weights_stay_tied(network, config, ranks, tmp_path):
     alone = weights_of_tied(compose_config(*TINY_CPU, *PLAIN_LOOP_OVERRIDES), tmp_path, network)
     assert alone.keys() == {"first.weight", "first.bias", "second.bias", "head.weight", "head.bias"}
     for weights in ranks(2).call_on_all(weights_of_tied, config, tmp_path, network):

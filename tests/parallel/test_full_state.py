@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.ranks import Ranks
 from helpers.runs import assert_bitwise_equal
 from torch import nn
 
@@ -42,7 +41,7 @@ def step(model: nn.Module, update: torch.optim.Optimizer) -> None:
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_collect_returns_copies_by_parameter_name(optimizer: str) -> None:
+def test_collect_returns_copies_by_parameter_name(optimizer):
     model, update = trained(optimizer)
     tensors, states = full_state.collect(model, update, keep=True)
     assert_bitwise_equal(dict(tensors), dict(model.state_dict()))
@@ -58,7 +57,7 @@ def test_collect_returns_copies_by_parameter_name(optimizer: str) -> None:
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_training_with_a_loaded_state_is_bitwise_exact(optimizer: str) -> None:
+def test_training_with_a_loaded_state_is_bitwise_exact(optimizer):
     model, update = trained(optimizer)
     other, other_update = trained(optimizer, seed=7)
     full_state.load(other, other_update, *full_state.collect(model, update, keep=True))
@@ -69,7 +68,7 @@ def test_training_with_a_loaded_state_is_bitwise_exact(optimizer: str) -> None:
     assert full_state.collect(model, update, keep=False) == ({}, {}), "a rank that only sends its shards"
 
 
-def test_a_loaded_optimizer_state_has_the_memory_format_of_the_parameters() -> None:
+def test_a_loaded_optimizer_state_has_the_memory_format_of_the_parameters():
     model, update = trained("adamw")
     other = network(3)
     fresh = OPTIMIZERS["adamw"]([p for p in other.parameters() if p.requires_grad])
@@ -79,7 +78,7 @@ def test_a_loaded_optimizer_state_has_the_memory_format_of_the_parameters() -> N
     assert fresh.state[convolution]["exp_avg"].stride() == convolution.stride()
 
 
-def test_shards_are_gathered_and_distributed_again(ranks: Ranks) -> None:
+def test_shards_are_gathered_and_distributed_again(ranks):
     """The tensor has seven rows, which three ranks cannot divide evenly."""
     for rank, (full, own, again) in enumerate(ranks(3).call_on_all(shard_and_gather)):
         wanted = torch.arange(21.0).view(7, 3)

@@ -31,7 +31,7 @@ def launched(directory: Path, *overrides: str, work: Callable[..., Any] = train_
     ).result
 
 
-def test_one_worker_is_bitwise_equal_to_a_single_process(trained, tmp_path) -> None:
+def test_one_worker_is_bitwise_equal_to_a_single_process(trained, tmp_path):
     schedule = ("steps=12", "log_every=3", "eval_every=6", "save_every=6")
     trained(*HARD, *schedule, directory="single")
     launched(tmp_path / "hogwild", *schedule, "parallel.processes=1")
@@ -43,7 +43,7 @@ def test_one_worker_is_bitwise_equal_to_a_single_process(trained, tmp_path) -> N
     assert_bitwise_equal(got, wanted)
 
 
-def test_batch_normalization_and_memory_format_survive_shared_memory(tmp_path) -> None:
+def test_batch_normalization_and_memory_format_survive_shared_memory(tmp_path):
     overrides = (*TINY_CPU[1:], "model=resnet18", "data.holdout=0.02", "steps=2", "batch_size=8", "channels_last=true")
     overrides += ("eval_every=0",)
     train_in(tmp_path / "single", build_composed_run(*overrides), use_narrow_resnet)
@@ -69,7 +69,7 @@ def trained_in_shared_memory(config: dict[str, Any], directory: Path, process: C
 
 
 @pytest.mark.parametrize("workers", [pytest.param(2, marks=pytest.mark.slow), 3])
-def test_the_workers_together_do_every_step_once(workers: int, tmp_path) -> None:
+def test_the_workers_together_do_every_step_once(workers, tmp_path):
     """A round has one step of each worker. The last round of 31 steps is not full, and logs are due within a round."""
     schedule = ("steps=31", "log_every=5", "eval_every=10", "save_every=10", f"parallel.processes={workers}")
     result, logged = launched(tmp_path, *schedule), scalar_curves(tmp_path)
@@ -81,7 +81,7 @@ def test_the_workers_together_do_every_step_once(workers: int, tmp_path) -> None
         assert [step for step, _ in logged[tag]] == [min(step, 31) for step in rounds] + [31] * (rounds[-1] < 31)
 
 
-def test_two_workers_learn_what_one_process_learns(trained, tmp_path) -> None:
+def test_two_workers_learn_what_one_process_learns(trained, tmp_path):
     """Without clipping, a stale gradient at the highest learning rate can cause a plateau of the loss."""
     schedule = ("schedule=onecycle", "steps=450", "save_every=0", "eval_every=0", "max_grad_norm=1")
     overrides = ("accumulation=1", "model.dropout=0", *schedule)
@@ -98,7 +98,7 @@ def test_two_workers_learn_what_one_process_learns(trained, tmp_path) -> None:
     assert max(distance) > 0
 
 
-def test_divergence_names_the_first_step_and_each_worker_saves_its_batch(tmp_path) -> None:
+def test_divergence_names_the_first_step_and_each_worker_saves_its_batch(tmp_path):
     schedule = ("steps=11", "log_every=11", "eval_every=0", "save_every=0")
     result = launched(tmp_path, *schedule, work=trained_without_a_finite_loss)
     assert (result.status, result.error) == ("diverged", "the loss is not finite at step 1")
@@ -117,7 +117,7 @@ def trained_without_a_finite_loss(config: dict[str, Any], directory: Path, proce
     return train(run, run.prepare(process), directory)
 
 
-def test_each_worker_resumes_with_its_own_optimizer_state_and_counts(tmp_path) -> None:
+def test_each_worker_resumes_with_its_own_optimizer_state_and_counts(tmp_path):
     launched(tmp_path, "steps=8", "log_every=6")
     path = tmp_path / "checkpoints" / "step_00000008"
     shared = torch.load(path / "state.pt", weights_only=True)["optimizer"]
@@ -175,7 +175,7 @@ def wait_for_the_others(worker: Worker) -> None:
 
 @pytest.mark.parametrize("slow", [0, 2])
 @pytest.mark.parametrize("asked", [(0, 1), (2, 1), (1, 17), (2, 40)])
-def test_all_workers_stop_after_the_same_update(asked: tuple[int, int], slow: int) -> None:
+def test_all_workers_stop_after_the_same_update(asked, slow):
     """Before each update, worker `slow` waits until the others are as far ahead as they may be, or have stopped."""
     workers = workers_of(3)
     done, leads = [0, 0, 0], []
@@ -200,7 +200,7 @@ def test_all_workers_stop_after_the_same_update(asked: tuple[int, int], slow: in
     assert 3 <= max(leads) <= 5, "four updates, give or take the one that is counted here a moment late"
 
 
-def test_a_worker_that_makes_no_update_is_waited_for_until_the_timeout() -> None:
+def test_a_worker_that_makes_no_update_is_waited_for_until_the_timeout():
     fast, _ = workers_of(2)
     fast.timeout = 0.2
     fast.updates[0] = 4

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 from helpers.compose import TINY_CPU, build_composed_run, compose_config, train_in
-from helpers.ranks import Ranks
 from helpers.ranks import train_on_rank as train_in_rank
 
 from runner.config.options import groups
@@ -64,9 +63,7 @@ def check(result: Any, mode: str, precision: str, baseline: float) -> None:
 
 
 @pytest.mark.parametrize(("mode", "precision"), list(itertools.product(MODES[:-1], PRECISIONS)))
-def test_in_one_or_two_processes(
-    mode: str, precision: str, every: bool, baseline: float, ranks: Ranks, tmp_path
-) -> None:
+def test_in_one_or_two_processes(mode, precision, every, baseline, ranks, tmp_path):
     configs = {each: compose_config(*cell(mode, precision, each)) for each in accumulations(mode, precision, every)}
     in_one = mode in ("single", "dp")
     for result in train_all(configs, tmp_path) if in_one else ranks(2).call_on_all(train_all, configs, tmp_path)[0]:
@@ -77,7 +74,7 @@ def train_all(configs: dict[str, dict[str, Any]], root: Path) -> list[Any]:
     return [train_in_rank(config, root / name) for name, config in configs.items()]
 
 
-def test_in_two_workers_that_share_one_model(every: bool, baseline: float, tmp_path) -> None:
+def test_in_two_workers_that_share_one_model(every, baseline, tmp_path):
     """All cells run in the same two workers, whose shared memory is large enough for a model in float64."""
     cells = [(precision, each) for precision in PRECISIONS for each in accumulations("hogwild", precision, every)]
     configs = {"_".join(names): compose_config(*cell("hogwild", *names)) for names in cells}
@@ -99,6 +96,6 @@ def train_all_together(
     return results
 
 
-def test_every_mode_is_in_the_matrix() -> None:
+def test_every_mode_is_in_the_matrix():
     """The modes that split the network are excepted; they are tested in tests/parallel/pipelining."""
     assert set(groups()["parallel"]) - {"model", "pipeline"} == set(MODES)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers.compose import TINY_CPU, build_composed_run, compose_config, prepare_session
 from helpers.fake_cuda import simulate_accelerators
-from helpers.ranks import Ranks, connected_session
+from helpers.ranks import connected_session
 
 from runner.config.errors import ConfigError
 from runner.device import Device
@@ -34,9 +34,7 @@ def started_externally(monkeypatch: pytest.MonkeyPatch, rank: int) -> RankInfo:
     (3, 2, [], GPUS[:2]),
     (3, "auto", [2, 0], [GPUS[2], GPUS[0]]),
 )
-def test_the_devices_of_the_processes(
-    visible: int, processes: Any, indices: list[int], devices: list[torch.device], monkeypatch
-) -> None:
+def test_the_devices_of_the_processes(visible, processes, indices, devices, monkeypatch):
     simulate_accelerators(monkeypatch, visible)
     launcher = DDP(processes=processes).launcher(Device(kind="cuda" if visible else "cpu", indices=indices))
     assert isinstance(launcher, LocalProcesses)
@@ -50,9 +48,7 @@ def test_the_devices_of_the_processes(
     (3, [2], CPU, ("device.indices", [2])),
     (1, [], GPUS[0], None),  # the only one that is bound to the process,
 )
-def test_an_externally_launched_process_uses_the_gpu_of_its_local_rank(
-    visible: int, indices: list[int], device: torch.device, refused: Any, monkeypatch
-) -> None:
+def test_an_externally_launched_process_uses_the_gpu_of_its_local_rank(visible, indices, device, refused, monkeypatch):
     simulate_accelerators(monkeypatch, visible)
     rank_info = started_externally(monkeypatch, 1)
     launcher = DDP(processes=2, timeout=7).launcher(Device(kind="cuda" if visible else "cpu", indices=indices))
@@ -61,7 +57,7 @@ def test_an_externally_launched_process_uses_the_gpu_of_its_local_rank(
     assert (launcher.refusal and (launcher.refusal.key, launcher.refusal.got)) == refused
 
 
-def test_options_that_an_external_launcher_sets(monkeypatch, caplog) -> None:
+def test_options_that_an_external_launcher_sets(monkeypatch, caplog):
     for rank in (0, 1):
         started_externally(monkeypatch, rank)
         DDP(max_restarts=1).launcher(Device(kind="cpu"))
@@ -72,14 +68,14 @@ def test_options_that_an_external_launcher_sets(monkeypatch, caplog) -> None:
 
 
 @pytest.mark.parametrize("mode", ["single", "dp", "model", "hogwild", "pipeline parallel.engine=streams"])
-def test_modes_of_one_process_refuse_several(mode: str, monkeypatch) -> None:
+def test_modes_of_one_process_refuse_several(mode, monkeypatch):
     started_externally(monkeypatch, 1)
     with pytest.raises(ConfigError) as refusal:
         prepare_session(build_composed_run(*TINY_CPU, *f"parallel={mode}".split()))
     assert (refusal.value.key, refusal.value.got) == ("parallel.processes", 2)
 
 
-def test_buffers_are_averaged_over_the_processes(ranks: Ranks) -> None:
+def test_buffers_are_averaged_over_the_processes(ranks):
     """Only floating-point buffers are averaged; each process keeps its own integer count."""
     config = compose_config(*TINY_CPU, "parallel=ddp", "batch_size=63")
     torch.manual_seed(0)
@@ -123,9 +119,7 @@ TABLE = [  # overrides, the key and value of the refusal, words in its reason or
 
 
 @pytest.mark.parametrize(("overrides", "key", "got", "words", "gpus"), TABLE)
-def test_bad_input_is_refused_before_a_rank_starts(
-    overrides: str, key: str, got: str, words: list[str], gpus: int, monkeypatch
-) -> None:
+def test_bad_input_is_refused_before_a_rank_starts(overrides, key, got, words, gpus, monkeypatch):
     simulate_accelerators(monkeypatch, gpus)
     with pytest.raises(ConfigError) as refusal:
         prepare_session(build_composed_run(*overrides.split()))

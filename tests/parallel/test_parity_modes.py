@@ -21,7 +21,6 @@ from helpers.plain_loop import (
     plain_loop,
     weights_at,
 )
-from helpers.ranks import Ranks
 
 from runner.parallel.launch.processes import Launcher
 from runner.parallel.session import Session
@@ -143,7 +142,7 @@ def reference(
 
 
 @pytest.mark.parametrize("row", [*ROWS, *(pytest.param(row, marks=pytest.mark.slow) for row in PRODUCT)], ids=str)
-def test_a_mode_equals_a_plain_loop(row: Row, ranks: Ranks, tmp_path) -> None:
+def test_a_mode_equals_a_plain_loop(row, ranks, tmp_path):
     if ZERO_BUBBLE in row.options and row.more == GROUP and torch.__version__ < "2.14":
         pytest.skip("torch before 2.14 crashes: gradients of group normalization from a freed graph")
     plain, evaluations = reference(row.case, row.max_norm, row.more, row.frozen)
@@ -187,7 +186,7 @@ def train_ten_steps(mode: str, directory: Path) -> Path:
 
 
 @pytest.mark.parametrize("mode", ["ddp", "fsdp", "pipeline parallel.stages=3"])
-def test_processes_that_the_mode_starts_log_the_same_as_one_process(mode: str, single: Path, tmp_path) -> None:
+def test_processes_that_the_mode_starts_log_the_same_as_one_process(mode, single, tmp_path):
     """Among the curves is the gradient norm, which is that of all processes."""
     train_ten_steps(f"parallel={mode}", tmp_path)
     assert largest_difference(weights_at(tmp_path, 10), weights_at(single, 10)) <= 1e-6
@@ -231,7 +230,7 @@ def assert_bubble(directory: Path, logged: dict[str, list[tuple[int, float]]], w
 
 
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])
-def test_processes_without_held_out_samples_do_not_hang(mode: str, trained, ranks: Ranks, tmp_path) -> None:
+def test_processes_without_held_out_samples_do_not_hang(mode, trained, ranks, tmp_path):
     overrides = (*PLAIN_LOOP_OVERRIDES, "data.holdout=0.001", "steps=2", "precision=64")
     alone = trained(*overrides, directory="alone")
     assert len(alone.run.workload.held_out) == 2
@@ -242,7 +241,7 @@ def test_processes_without_held_out_samples_do_not_hang(mode: str, trained, rank
 SGD = (*COMMON, *OPTIMIZER_CASES["sgd"][0])
 
 
-def test_16_bit_precision_rounds_as_a_single_process_does(trained, ranks: Ranks, tmp_path) -> None:
+def test_16_bit_precision_rounds_as_a_single_process_does(trained, ranks, tmp_path):
     """One process accumulates the same micro-batches. FSDP also rounds parameters that autocast keeps in float32."""
     overrides, plain = (*SGD, "precision=bf16"), reference()[0]
     alone = weights_at(trained(*overrides, "accumulation=2", directory="alone").directory, STEPS)
@@ -255,7 +254,7 @@ def test_16_bit_precision_rounds_as_a_single_process_does(trained, ranks: Ranks,
         assert 1e-6 < largest_difference(got, plain.weights) < 0.05, "rounded to 16 bits, and not more"
 
 
-def test_with_batch_normalization_fsdp_rounds_to_16_bits_as_ddp_does(ranks: Ranks, tmp_path) -> None:
+def test_with_batch_normalization_fsdp_rounds_to_16_bits_as_ddp_does(ranks, tmp_path):
     overrides = ("model=resnet18", "model.stem=cifar", "data.holdout=0.02", "batch_size=6", "optimizer.lr=0.01")
     for mode in ("ddp", "fsdp"):
         options = ("steps=2", "precision=bf16", "channels_last=false", f"parallel={mode}")

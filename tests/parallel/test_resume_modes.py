@@ -60,9 +60,7 @@ OTHERS = [each for each in itertools.product(BEGUN, GOES_ON) if each not in DEFA
 @pytest.mark.parametrize(
     ("first", "then"), [*DEFAULT, *(pytest.param(*each, marks=pytest.mark.slow) for each in OTHERS)]
 )
-def test_a_run_begun_in_one_mode_resumes_in_another(
-    first: str, then: str, begun: dict[str, Path], uninterrupted: Path, ranks: Ranks, tmp_path
-) -> None:
+def test_a_run_begun_in_one_mode_resumes_in_another(first, then, begun, uninterrupted, ranks, tmp_path):
     directory = Path(shutil.copytree(begun[first], tmp_path / "run"))
     result = train_or_resume(ranks, then, GOES_ON[then], directory)
     assert (result.status, result.steps) == ("done", STEPS)
@@ -92,9 +90,7 @@ def assert_same_curves(got: dict[str, Any], wanted: dict[str, Any]) -> None:
     ("pipeline", 2, 0),
     pytest.param("fsdp", 3, 2, marks=pytest.mark.slow),
 )
-def test_resume_with_the_same_number_of_processes_is_bitwise_exact(
-    mode: str, processes: int, others: int, ranks: Ranks, tmp_path
-) -> None:
+def test_resume_with_the_same_number_of_processes_is_bitwise_exact(mode, processes, others, ranks, tmp_path):
     """Not with three processes of ddp: DDP reorders its buckets after the first step, and so what gloo adds up."""
     overrides = (*COMMON, "steps=24", "model.dropout=0.2", "save_every=0", "eval_every=0", f"parallel={mode}")
     overrides += ("parallel.cuts=[conv2]",) if mode == "pipeline" else ()
@@ -129,7 +125,7 @@ CHAINS = [
 
 
 @pytest.mark.parametrize("chain", CHAINS, ids=" ".join)
-def test_a_run_resumes_in_any_mode(chain: tuple[str, ...], ranks: Ranks, tmp_path) -> None:
+def test_a_run_resumes_in_any_mode(chain, ranks, tmp_path):
     case, *modes = chain
     exact = (*TINY_CPU, *loops.PLAIN_LOOP_OVERRIDES, *loops.OPTIMIZER_CASES[case][0], "precision=64", "accumulation=2")
     for step, mode in enumerate(modes, start=1):
@@ -146,7 +142,7 @@ def train_from(directory: Path, *overrides: str) -> Any:
     return train_in(directory, build_composed_run(*TINY_CPU, *COMMON, "data.crop=0", *SCHEDULE, *overrides)).result
 
 
-def test_a_single_process_resumes_two_hogwild_workers(tmp_path) -> None:
+def test_a_single_process_resumes_two_hogwild_workers(tmp_path):
     """It continues with the optimizer state of the first worker, like a plain loop from the same checkpoint."""
     train_from(tmp_path, "parallel=hogwild", "steps=16", "precision=64")  # float64, so that rounding errors are small
     plain = build_composed_run(*TINY_CPU, *COMMON, "data.crop=0")
@@ -159,7 +155,7 @@ def test_a_single_process_resumes_two_hogwild_workers(tmp_path) -> None:
     assert loops.largest_difference(loops.weights_at(tmp_path, STEPS), wanted) <= 1e-12
 
 
-def test_hogwild_workers_resume_a_single_process(uninterrupted: Path, begun: dict[str, Path], tmp_path) -> None:
+def test_hogwild_workers_resume_a_single_process(uninterrupted, begun, tmp_path):
     one, three = (Path(shutil.copytree(begun["single"], tmp_path / name)) for name in ("one", "three"))
     train_from(one, "data.crop=2", "parallel=hogwild", "parallel.processes=1")
     assert_bitwise_equal(loops.weights_at(one, STEPS), loops.weights_at(uninterrupted, STEPS))

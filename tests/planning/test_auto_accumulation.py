@@ -60,7 +60,7 @@ def needed(count: int, *typed: str) -> float:
     return needed_bytes(session.device, [rank.peak_bytes for rank in trace_ranks(run, session)])
 
 
-def test_what_clearly_fits_or_is_predicted_not_to_fit_is_not_tried() -> None:
+def test_what_clearly_fits_or_is_predicted_not_to_fit_is_not_tried():
     attempts = FakeTrials()
     assert fit(100e9, attempts)[0] == 1
     assert attempts.counts == []
@@ -70,7 +70,7 @@ def test_what_clearly_fits_or_is_predicted_not_to_fit_is_not_tried() -> None:
     assert [line.split(":")[0] for line in said] == ["1 micro-batch", "2 micro-batches", "4 micro-batches"]
 
 
-def test_micro_batches_are_divided_further_after_running_out_of_memory_but_not_after_another_error() -> None:
+def test_micro_batches_are_divided_further_after_running_out_of_memory_but_not_after_another_error():
     attempts = FakeTrials(least=8)
     assert fit(1.5 * needed(1), attempts)[0] == 8
     assert attempts.counts == [1, 2, 4, 8]  # none is skipped, because the prediction was wrong
@@ -80,20 +80,20 @@ def test_micro_batches_are_divided_further_after_running_out_of_memory_but_not_a
     assert attempts.counts == [1]
 
 
-def test_a_run_that_does_not_fit_at_all_is_refused() -> None:
+def test_a_run_that_does_not_fit_at_all_is_refused():
     with pytest.raises(ConfigError, match="accumulation") as caught:
         fit(1e6, FakeTrials(), "batch_size=8")
     assert "fsdp" in str(caught.value)
 
 
-def test_the_processes_share_the_batch() -> None:
+def test_the_processes_share_the_batch():
     found, _ = fit(1.5 * needed(1, "parallel=ddp"), FakeTrials(least=6), "parallel=ddp", "batch_size=12")
     assert found == 6
     with pytest.raises(ConfigError, match="batch_size"):
         fit(100e9, FakeTrials(), "parallel=ddp", "batch_size=13")
 
 
-def test_counts_that_a_pipeline_cannot_split_are_skipped() -> None:
+def test_counts_that_a_pipeline_cannot_split_are_skipped():
     typed = ("parallel=pipeline", "parallel.num_micro_batches=4", "batch_size=24")
     found, said = fit(1.5 * needed(1, *typed), FakeTrials(least=3), *typed)
     # Not 3, which is less than twice 2, and not 4, whose micro-batches of 6 samples cannot be split into 4.
@@ -101,7 +101,7 @@ def test_counts_that_a_pipeline_cannot_split_are_skipped() -> None:
     assert len(said) == 3
 
 
-def test_smaller_batches_of_batch_normalization_are_reported() -> None:
+def test_smaller_batches_of_batch_normalization_are_reported():
     resnet = ("model=resnet18", "data=synthetic", "data.size=8", "data.num_samples=64", "batch_size=16")
     _, said = fit(1.2 * needed(1, *resnet), FakeTrials(least=2), *resnet)
     assert said[-1].endswith("batch normalization sees smaller batches (model.norm=group avoids this)")
@@ -134,14 +134,14 @@ def begun(job: Job, parent: Path) -> Path:
     return directory
 
 
-def test_the_number_that_fits_becomes_part_of_the_config(chosen: list[int]) -> None:
+def test_the_number_that_fits_becomes_part_of_the_config(chosen):
     job = choose(*TINY_CPU, AUTO)
     assert job.overrides == [*TINY_CPU, "accumulation=1", "accumulation.steps=4"]
     assert job.config == compose_config(*TINY_CPU, "accumulation=4")
     assert choose(*TINY_CPU, "accumulation=2").overrides == [*TINY_CPU, "accumulation=2"]
 
 
-def test_a_resumed_run_keeps_its_number_of_micro_batches(chosen: list[int], tmp_path) -> None:
+def test_a_resumed_run_keeps_its_number_of_micro_batches(chosen, tmp_path):
     typed = (*TINY_CPU, f"output_root={tmp_path / 'runs'}", AUTO)
     first = choose(*typed)
     directory = begun(first, tmp_path / "runs" / "test")
@@ -155,14 +155,14 @@ def test_a_resumed_run_keeps_its_number_of_micro_batches(chosen: list[int], tmp_
 
 
 @pytest.mark.parametrize("forged", ["seed=5", 0, 3, True, [4], 10**30])
-def test_a_number_that_cannot_be_is_not_taken_from_a_run_directory(forged: object, chosen: list[int], tmp_path) -> None:
+def test_a_number_that_cannot_be_is_not_taken_from_a_run_directory(forged, chosen, tmp_path):
     """A run directory may come from an untrusted source."""
     config = compose_config(*TINY_CPU)
     directory = begun(Job(config | {"accumulation": config["accumulation"] | {"steps": forged}}, []), tmp_path)
     assert steps(*TINY_CPU, "batch_size=64", "resume=auto", AUTO, directory=directory) == 4
 
 
-def test_a_trial_that_fails_is_a_config_error(monkeypatch) -> None:
+def test_a_trial_that_fails_is_a_config_error(monkeypatch):
     def fail(*_: object) -> int:
         raise TrialError("batch_size: got 63", "refused")
 
@@ -171,7 +171,7 @@ def test_a_trial_that_fails_is_a_config_error(monkeypatch) -> None:
         choose(*TINY_CPU, AUTO)
 
 
-def test_auto_is_refused_under_torchrun(chosen: list[int], monkeypatch) -> None:
+def test_auto_is_refused_under_torchrun(chosen, monkeypatch):
     started = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
     for name, value in (started | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}).items():
         monkeypatch.setenv(name, value)
@@ -179,7 +179,7 @@ def test_auto_is_refused_under_torchrun(chosen: list[int], monkeypatch) -> None:
         choose(*TINY_CPU, AUTO)
 
 
-def test_auto_counts_as_one_until_it_is_replaced() -> None:
+def test_auto_counts_as_one_until_it_is_replaced():
     assert build_composed_run(*TINY_CPU, AUTO).accumulation.count == 1
     with pytest.raises(ConfigError, match="accumulation"):
         build_composed_run(*TINY_CPU, "accumulation.steps=many")

@@ -32,7 +32,7 @@ def options(candidates: Candidates, cores: int = 2) -> dict[str, list[str]]:
     return {name: [" ".join(words) for words in each] for name, each in found.items() if each}
 
 
-def test_groups_change_one_option_and_compiled_candidates_come_last() -> None:
+def test_groups_change_one_option_and_compiled_candidates_come_last():
     found = options(of(*CONVNET), cores=4)
     assert found["parallel"] == [
         "parallel=single",
@@ -60,13 +60,13 @@ def test_groups_change_one_option_and_compiled_candidates_come_last() -> None:
     ("parallel=ddp", ["parallel.processes=2", "parallel.processes=4"]),
     ("parallel=pipeline parallel.engine=streams", []),
 )
-def test_typed_options_are_not_changed(typed: str, modes: list[str]) -> None:
+def test_typed_options_are_not_changed(typed, modes):
     found = options(of(*CONVNET, *typed.split(), "accumulation.steps=2", "compile=false"), cores=4)
     assert found.get("parallel", []) == modes
     assert not {"accumulation", "compile"} & found.keys()
 
 
-def test_a_pipeline_is_tried_with_other_schedules_and_split_sizes() -> None:
+def test_a_pipeline_is_tried_with_other_schedules_and_split_sizes():
     typed = (*CONVNET, "batch_size=64", "parallel=pipeline", "parallel.processes=2", "parallel.num_micro_batches=8")
     schedules = [f"parallel.schedule={name}" for name in ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble")]
     assert options(of(*typed))["pipeline"] == schedules
@@ -93,11 +93,11 @@ def test_a_pipeline_is_tried_with_other_schedules_and_split_sizes() -> None:
     (AGENT, "parallel=ddp", "other"),
     ids=lambda value: value if isinstance(value, str) else value[0],
 )
-def test_effects_on_the_results(typed: tuple[str, ...], words: str, expected: str) -> None:
+def test_effects_on_the_results(typed, words, expected):
     assert of(*typed).judged(tuple(words.split())).results == expected
 
 
-def test_micro_batches_of_equal_size_do_not_change_batch_normalization() -> None:
+def test_micro_batches_of_equal_size_do_not_change_batch_normalization():
     def results(accumulation: int, words: str) -> str:
         run = of(*RESNET, "batch_size=32", f"accumulation={accumulation}")
         return run.judged(tuple(words.split())).results
@@ -109,7 +109,7 @@ def test_micro_batches_of_equal_size_do_not_change_batch_normalization() -> None
     assert results(2, "accumulation=1 parallel=ddp") == "statistics", "the running statistics are averaged"
 
 
-def test_a_refused_candidate_has_the_reason() -> None:
+def test_a_refused_candidate_has_the_reason():
     assert "workload" in of(*AGENT).judged(("parallel=pipeline",)).reason
     odd = of(*CONVNET, "batch_size=63").judged(("parallel=ddp",))
     assert (odd.run, odd.results) == (None, "")

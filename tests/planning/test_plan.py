@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from helpers.compose import TINY_CPU, build_composed_run, compose_config
-from helpers.ranks import Ranks
 from helpers.runs import write_images
 from helpers.tensor_memory import measured_peak
 
@@ -53,22 +52,20 @@ def report(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any
     ],
     ids=" ".join,
 )
-def test_predicted_peak_memory_matches_the_allocator(overrides: tuple[str, ...], tmp_path) -> None:
+def test_predicted_peak_memory_matches_the_allocator(overrides, tmp_path):
     base = RESNET if "workload=dqn" not in overrides else ("device=cpu", "device.threads=1")
     [rank] = planned(*base, *overrides)
     assert rank.peak_bytes == pytest.approx(measured_peak(compose_config(*base, *overrides), tmp_path), rel=0.1)
 
 
 @pytest.mark.parametrize("mode", [("parallel=ddp",), PIPELINE], ids=["ddp", "pipeline"])
-def test_predicted_peak_memory_of_each_rank_matches_the_allocator(
-    mode: tuple[str, ...], ranks: Ranks, tmp_path
-) -> None:
+def test_predicted_peak_memory_of_each_rank_matches_the_allocator(mode, ranks, tmp_path):
     measured = ranks(2).call_on_all(measured_peak, compose_config(*RESNET, *mode), tmp_path)
     assert [rank.peak_bytes for rank in planned(*RESNET, *mode)] == pytest.approx(measured, rel=0.1)
 
 
 @pytest.mark.skipif(torch.__version__ < "2.14", reason="the plan is a quarter above what torch 2.11 allocates")
-def test_predicted_peak_memory_of_fsdp_matches_the_allocator(tmp_path) -> None:
+def test_predicted_peak_memory_of_fsdp_matches_the_allocator(tmp_path):
     rank, _ = planned(*RESNET, "parallel=fsdp")
     with fake_process_group(0, 2):
         process = FakeCollectives([torch.device("cpu")], 0, 2)
@@ -83,7 +80,7 @@ def test_predicted_peak_memory_of_fsdp_matches_the_allocator(tmp_path) -> None:
     "workload=dqn",
     ids=str,
 )
-def test_many_micro_batches_are_planned_from_a_few(typed: str) -> None:
+def test_many_micro_batches_are_planned_from_a_few(typed):
     small = () if "dqn" in typed else ("model=tiny", "data.size=8")
     words = (*small, "device=cpu", "device.threads=1", *typed.split(), "batch_size=64", "accumulation.steps=8")
     run = build_composed_run(*words)
@@ -100,7 +97,7 @@ def test_many_micro_batches_are_planned_from_a_few(typed: str) -> None:
         assert found.costs.messages == whole.costs.messages
 
 
-def test_planning_does_not_read_the_images(tmp_path) -> None:
+def test_planning_does_not_read_the_images(tmp_path):
     write_images(tmp_path / "images")
     words = ("model=tiny", "data=imagefolder", f"data.root={tmp_path}/images", "data.size=16", "data.workers=2")
     run = build_composed_run(*words, "batch_size=8", "steps=1", "device=cpu", "device.threads=1")
@@ -113,7 +110,7 @@ def test_planning_does_not_read_the_images(tmp_path) -> None:
     assert rank.peak["data"] <= images * 5 + 1000, "and the bytes from which it is made"
 
 
-def test_memory_is_broken_down_by_kind() -> None:
+def test_memory_is_broken_down_by_kind():
     [rank] = planned(*RESNET, "optimizer=adamw", "ema.decay=0.9")
     model = _network(*RESNET)
     weights = sum(parameter.nbytes for parameter in model.parameters())
@@ -130,7 +127,7 @@ def test_memory_is_broken_down_by_kind() -> None:
     assert rank.saved["bn1.running_mean"] == 2 * model.bn1.running_mean.nbytes  # pyright: ignore
 
 
-def test_allocations_of_the_optimizer_step_count_as_temporary() -> None:
+def test_allocations_of_the_optimizer_step_count_as_temporary():
     adamw = ("optimizer=adamw", "optimizer.fused=false")
     [rank] = planned(*TINY_CPU, "model.hidden=10000", "batch_size=2", "steps=1", *adamw)
     weights = rank.kept["parameters"]
@@ -139,7 +136,7 @@ def test_allocations_of_the_optimizer_step_count_as_temporary() -> None:
     assert rank.peak["activations"] < weights / 10
 
 
-def test_fsdp_shards_parameters_and_optimizer_state_across_ranks() -> None:
+def test_fsdp_shards_parameters_and_optimizer_state_across_ranks():
     whole, sharded = planned(*RESNET)[0], planned(*RESNET, "parallel=fsdp")
     assert len(sharded) == 2
     for kind in ("parameters", "optimizer state"):
@@ -148,7 +145,7 @@ def test_fsdp_shards_parameters_and_optimizer_state_across_ranks() -> None:
 
 
 @pytest.mark.parametrize("engine", ["processes", "streams"])
-def test_stages_that_a_run_balances_by_time_are_planned_by_their_operations(engine: str) -> None:
+def test_stages_that_a_run_balances_by_time_are_planned_by_their_operations(engine):
     """The run itself would measure the blocks, which takes no time with fake tensors."""
     found = planned(*RESNET, "parallel=pipeline", f"parallel.engine={engine}", "parallel.split_size=4")
     flops = [rank.costs.flops for rank in found]
@@ -156,7 +153,7 @@ def test_stages_that_a_run_balances_by_time_are_planned_by_their_operations(engi
     assert min(flops) > max(flops) / 2
 
 
-def test_pipeline_stages_have_their_own_layers() -> None:
+def test_pipeline_stages_have_their_own_layers():
     first, second = planned(*RESNET, *PIPELINE)
     ends = [first.blocks[0], first.blocks[-1], second.blocks[0], second.blocks[-1]]
     assert ends == ["stem", "layer2.1", "layer3.0", "head"]
@@ -165,7 +162,7 @@ def test_pipeline_stages_have_their_own_layers() -> None:
     assert first.saved | second.saved == whole.saved
 
 
-def test_planning_does_not_change_the_run(tmp_path) -> None:
+def test_planning_does_not_change_the_run(tmp_path):
     """The data of the session is not replaced by fake tensors, and no random number is drawn."""
     run = build_composed_run(*TINY_CPU, "steps=1", "batch_size=16")
     session = prepared(run)
@@ -176,7 +173,7 @@ def test_planning_does_not_change_the_run(tmp_path) -> None:
     assert float(batch.inputs.abs().sum()) > 0
 
 
-def test_flops_match_the_formulas() -> None:
+def test_flops_match_the_formulas():
     n, sizes = 32, ["model.channels=[3,5]", "model.kernel_size=3", "model.padding=1", "model.hidden=7"]
     [rank] = planned(*TINY_CPU, "model=convnet", "batch_size=32", "steps=1", *sizes)
     conv1, conv2 = 2 * n * 1 * 9 * 3 * 8 * 8, 2 * n * 3 * 9 * 5 * 4 * 4
@@ -186,7 +183,7 @@ def test_flops_match_the_formulas() -> None:
     assert rank.costs.backward_flops == 2 * forward - conv1, "the images need no gradient"
 
 
-def test_messages_are_those_of_the_modes() -> None:
+def test_messages_are_those_of_the_modes():
     [whole] = planned(*RESNET)
     weights = sum(p.numel() * 4 for p in _network(*RESNET).parameters())
     assert whole.costs.messages == {}
@@ -213,7 +210,7 @@ def _network(*overrides: str) -> torch.nn.Module:
         return run.workload.build_model()
 
 
-def test_the_report_contains_batch_length_ranks_and_checkpoint(capsys) -> None:
+def test_the_report_contains_batch_length_ranks_and_checkpoint(capsys):
     found = report(capsys, *RESNET, "parallel=ddp", "accumulation=2", "epochs=3", "steps=null")
     batch = {"batch_size": 16, "data_shards": 2, "accumulation": 2, "pipeline_micro_batches": 1, "samples_per_pass": 4}
     assert found["batch"] == batch
@@ -225,7 +222,7 @@ def test_the_report_contains_batch_length_ranks_and_checkpoint(capsys) -> None:
     assert found["host"]["tensor_bytes"] == sum(rank["peak_bytes"] for rank in found["ranks"])
 
 
-def test_the_memory_of_a_gpu_is_that_which_counts(monkeypatch) -> None:
+def test_the_memory_of_a_gpu_is_that_which_counts(monkeypatch):
     run = build_composed_run("model=tiny", "data.size=8", "device.threads=1")
     session = run.prepare(Collectives([torch.device("cuda", 1)]))
     properties = SimpleNamespace(total_memory=7_000_000_000, name="GPU")
@@ -236,7 +233,7 @@ def test_the_memory_of_a_gpu_is_that_which_counts(monkeypatch) -> None:
     assert list(found.values()) == ["cuda:1 (GPU)", ranks[0].peak_bytes, 7_000_000_000]
 
 
-def test_bubbles_are_reported_for_each_schedule_and_split_size(capsys) -> None:
+def test_bubbles_are_reported_for_each_schedule_and_split_size(capsys):
     words = (*TINY_CPU, "batch_size=16", "steps=1", "parallel=pipeline", "parallel.schedule=1f1b")
     even, uneven = (
         report(capsys, *words, "parallel.split_size=4", *cuts)["pipeline"] for cuts in ((), ["parallel.cuts=[head]"])
@@ -258,19 +255,17 @@ def test_bubbles_are_reported_for_each_schedule_and_split_size(capsys) -> None:
     ("zero_bubble", 4, 4, 8, 3 / 27),
     ("zero_bubble", 2, 4, 4, 1 / 25),
 )
-def test_the_bubble_of_equal_stages_is_that_of_the_formulas(
-    schedule: str, workers: int, stages: int, micros: int, expected: float
-) -> None:
+def test_the_bubble_of_equal_stages_is_that_of_the_formulas(schedule, workers, stages, micros, expected):
     rows = bubbles([schedule], workers, micros, [1.0] * stages, stages)
     assert {row["num_micro_batches"]: row[schedule] for row in rows}[micros] == pytest.approx(expected)
 
 
-def test_workers_wait_for_the_slowest_stage() -> None:
+def test_workers_wait_for_the_slowest_stage():
     [*_, row] = bubbles(["gpipe"], 2, 8, [1.0, 3.0])  # the second computes 8 × 3, after 1; the first 8 of 25
     assert row["gpipe"] == pytest.approx(1 - (8 + 24) / (2 * 25))
 
 
-def test_a_plan_for_another_number_of_devices(capsys) -> None:
+def test_a_plan_for_another_number_of_devices(capsys):
     assert len(report(capsys, *TINY_CPU, "--devices", "8")["ranks"]) == 1, "of eight devices, one is used"
     found = report(capsys, *RESNET, "parallel=fsdp", "--devices", "8")
     shard = found["ranks"][3]["kept"]["optimizer state"]
@@ -281,7 +276,7 @@ def test_a_plan_for_another_number_of_devices(capsys) -> None:
         assert [row[0] for row in rows[title]] == ["0 – 7, each"], "ranks with the same work share a row"
 
 
-def test_a_config_that_does_not_fit_is_reported_with_changes_that_fit(capsys) -> None:
+def test_a_config_that_does_not_fit_is_reported_with_changes_that_fit(capsys):
     [rank] = planned(*SMALL)
     limit = rank.peak_bytes - 1
     assert plan.main([*SMALL, "--memory", str(limit), "--json"]) == plan.DOES_NOT_FIT
@@ -308,7 +303,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("line", REFUSED)
-def test_mistakes_are_refused(line: str, capsys) -> None:
+def test_mistakes_are_refused(line, capsys):
     assert plan.main([*TINY_CPU, *line.split()]) == 2
     output = capsys.readouterr()
     assert REFUSED[line] in output.err

@@ -24,7 +24,7 @@ def processes_of(trial: Trial) -> list[psutil.Process]:
     return [process, *process.children(recursive=True)]
 
 
-def test_a_trial_trains_and_ends() -> None:
+def test_a_trial_trains_and_ends():
     trial = Trial(compose_config(*TINY_CPU, "parallel=ddp"), TIMEOUT_SECONDS)
     processes = processes_of(trial)
     assert len(processes) >= 3, "the ranks, and the process that supervises them"
@@ -36,7 +36,7 @@ def test_a_trial_trains_and_ends() -> None:
 
 
 @pytest.mark.slow
-def test_compiled_code_is_kept_apart_from_that_of_other_runs() -> None:
+def test_compiled_code_is_kept_apart_from_that_of_other_runs():
     trial = Trial(compose_config(*TINY_CPU, "parallel=ddp", "compile=true"), TIMEOUT_SECONDS)
     directory = Path(trial._directory.name)
     assert list(directory.glob("compiled/**/*.so"))
@@ -44,7 +44,7 @@ def test_compiled_code_is_kept_apart_from_that_of_other_runs() -> None:
     assert not directory.exists()
 
 
-def test_a_config_that_is_refused_is_an_error() -> None:
+def test_a_config_that_is_refused_is_an_error():
     with pytest.raises(TrialError, match="batch_size") as caught:
         Trial(compose_config(*TINY_CPU, "batch_size=63", "parallel=ddp"), TIMEOUT_SECONDS)
     assert caught.value.status == "refused"
@@ -53,7 +53,7 @@ def test_a_config_that_is_refused_is_an_error() -> None:
 @pytest.mark.parametrize(
     ("mode", "number"), [("single", signal.SIGKILL), ("ddp", signal.SIGKILL), ("single", signal.SIGSEGV)]
 )
-def test_a_trial_that_is_killed_is_an_error(mode: str, number: signal.Signals) -> None:
+def test_a_trial_that_is_killed_is_an_error(mode, number):
     """Linux kills a process with SIGKILL where memory runs out: one of the ranks or, with a single one, the trial."""
     trial = Trial(compose_config(*TINY_CPU, f"parallel={mode}"), TIMEOUT_SECONDS)
     processes_of(trial)[-1].send_signal(number)
@@ -63,7 +63,7 @@ def test_a_trial_that_is_killed_is_an_error(mode: str, number: signal.Signals) -
     trial.close()
 
 
-def test_a_trial_ends_with_the_process_that_started_it_or_if_it_takes_too_long() -> None:
+def test_a_trial_ends_with_the_process_that_started_it_or_if_it_takes_too_long():
     with pytest.raises(TrialError, match="no step within 0 s"):
         Trial(compose_config(*TINY_CPU), 0.0)
     trial = Trial(compose_config(*TINY_CPU), TIMEOUT_SECONDS)
@@ -73,7 +73,7 @@ def test_a_trial_ends_with_the_process_that_started_it_or_if_it_takes_too_long()
     trial._directory.cleanup()
 
 
-def test_an_error_without_a_message_is_sent_with_its_name(tmp_path, monkeypatch) -> None:
+def test_an_error_without_a_message_is_sent_with_its_name(tmp_path, monkeypatch):
     monkeypatch.setattr(training, "train_step", mock.Mock(side_effect=MemoryError))
     received, sent = Pipe()
     with pytest.raises(MemoryError):
@@ -82,7 +82,7 @@ def test_an_error_without_a_message_is_sent_with_its_name(tmp_path, monkeypatch)
     assert (error.why, error.out_of_memory) == ("MemoryError", True)
 
 
-def test_a_step_that_runs_out_of_memory_raises_an_out_of_memory_error() -> None:
+def test_a_step_that_runs_out_of_memory_raises_an_out_of_memory_error():
     # The first convolution returns 1.2 GiB. Smaller blocks are kept in the process for the next step.
     sizes = ["data.size=32", "batch_size=1600", "data.num_samples=1608", "data.holdout=8", "model.channels=[200,4]"]
     words = ["model=convnet", "model.kernel_size=1", "model.freeze=[conv1]", "data=synthetic", *sizes]

@@ -46,7 +46,7 @@ def report(**values: Any) -> dict[str, Any]:
     } | values
 
 
-def test_the_table_shows_what_was_measured_and_the_verdict_what_to_run() -> None:
+def test_the_table_shows_what_was_measured_and_the_verdict_what_to_run():
     Console(width=140, file=(shown := io.StringIO())).print(render(report()))
     lines = [" ".join(line.split()) for line in shown.getvalue().splitlines()]
     assert "→ parallel=ddp parallel.processes=2 last bits 1,500 1.50 × 500 MB 1.5 s" in lines
@@ -64,14 +64,14 @@ def test_the_table_shows_what_was_measured_and_the_verdict_what_to_run() -> None
     assert "--budget 110" in verdict(report(rows=[row(), late, late]))[0]
 
 
-def test_a_later_start_pays_when_faster_steps_have_made_up_for_it() -> None:
+def test_a_later_start_pays_when_faster_steps_have_made_up_for_it():
     base = Candidate((), results="bitwise", status="measured", startup_seconds=1.0, seconds=[0.01, 0.01])
     fast = Candidate(("compile=step",), startup_seconds=9.0, seconds=[0.006, 0.006], ratios=[0.6, 0.6])
     assert plain(fast, base, samples=10)["pays_after_steps"] == 2000  # 8 s, at 0.004 s a step
     assert plain(base, base, samples=10)["pays_after_steps"] is None
 
 
-def test_both_commands_that_are_printed_compose_the_same_config(tmp_path) -> None:
+def test_both_commands_that_are_printed_compose_the_same_config(tmp_path):
     own = tmp_path / "it's a=b, mine" / "model" / "own.yaml"
     own.parent.mkdir(parents=True)
     own.write_text("defaults: [tiny, _self_]\nhidden: 7\n")
@@ -89,7 +89,7 @@ def test_both_commands_that_are_printed_compose_the_same_config(tmp_path) -> Non
     assert "momentum" not in configs[0]["optimizer"], "an option file cannot delete a key"
 
 
-def test_a_config_is_tuned(tmp_path, monkeypatch, capsys) -> None:
+def test_a_config_is_tuned(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(planning, "MAX_ROUNDS", 2)  # to save time
     typed = [*SMALL, f"output_root={tmp_path}", "accumulation=1", "compile=false"]
     assert tune.main([*typed, "--json"]) == DONE
@@ -116,7 +116,7 @@ def test_a_config_is_tuned(tmp_path, monkeypatch, capsys) -> None:
     ("parallel=ddp batch_size=63", "batch_size"),
     ("env=acrobot", "env"),
 )
-def test_mistakes_are_refused(line: str, key: str, capsys) -> None:
+def test_mistakes_are_refused(line, key, capsys):
     assert tune.main(line.split()) == REFUSED
     assert key in capsys.readouterr().err
 
@@ -125,9 +125,7 @@ def test_mistakes_are_refused(line: str, key: str, capsys) -> None:
     (TrialError("no step within 600 s", "dropped"), CRASHED, "no step within 600 s"),
     (TrialError("MemoryError: no memory"), CRASHED, "no memory"),
 )
-def test_a_baseline_that_does_not_train_is_reported(
-    error: TrialError, code: int, word: str, monkeypatch, capsys, tmp_path
-) -> None:
+def test_a_baseline_that_does_not_train_is_reported(error, code, word, monkeypatch, capsys, tmp_path):
     def fail(candidate: object, seconds: float) -> None:
         raise error
 
@@ -138,7 +136,7 @@ def test_a_baseline_that_does_not_train_is_reported(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_was_measured_is_printed_if_it_cannot_be_saved(monkeypatch, capsys) -> None:
+def test_what_was_measured_is_printed_if_it_cannot_be_saved(monkeypatch, capsys):
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 

@@ -85,28 +85,28 @@ def statuses(search: Search) -> dict[str, tuple[str, str]]:
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.02, 0.1])
-def test_the_fastest_candidate_is_found(noise: float) -> None:
+def test_the_fastest_candidate_is_found(noise):
     seconds = {"": 0.010, "a": 0.012, "b": 0.007, "c": 0.011, "d": 0.030, "e": 0.0072, "f": 0.009}
     machine = SimulatedMachine(seconds, noise)
     assert seconds[chosen(machine.search(), group(seconds))] <= 1.03 * min(seconds.values())
     assert machine.running == 0
 
 
-def test_candidates_are_compared_within_rounds() -> None:
+def test_candidates_are_compared_within_rounds():
     """The machine becomes five times as slow during the search; the last candidate, the fastest, is still chosen."""
     seconds = {"": 0.010, "a": 0.012, "b": 0.011, "c": 0.009}
     machine = SimulatedMachine(seconds, 0.02, slowness=lambda now: 1.0 if now < 4 else 5.0)
     assert chosen(machine.search(), group(seconds)) == "c"
 
 
-def test_slow_candidates_cost_little_time() -> None:
+def test_slow_candidates_cost_little_time():
     seconds = {"": 0.010, "fast": 0.005, **{f"slow{i}": 0.050 for i in range(10)}}
     machine = SimulatedMachine(seconds, 0.02)
     chosen(machine.search(), group(seconds))
     assert max(machine.trained[f"slow{i}"] for i in range(10)) < machine.trained["fast"] / 2
 
 
-def test_every_group_has_its_turn() -> None:
+def test_every_group_has_its_turn():
     """A group with many candidates that start slowly takes the turn of no other group, and time is left to compile."""
     many = [f"parallel={i}" for i in range(30)]
     cheap = ["parallel=0", "data.workers=1", "accumulation=2"]
@@ -123,7 +123,7 @@ def test_every_group_has_its_turn() -> None:
 
 
 @pytest.mark.parametrize(("budget", "count"), [(1.0, 1), (15.0, 3)])  # the baseline is always measured
-def test_a_small_budget_measures_what_it_can_and_says_which_is_enough(budget: float, count: int) -> None:
+def test_a_small_budget_measures_what_it_can_and_says_which_is_enough(budget, count):
     seconds = {"": 0.010} | dict.fromkeys("abcdef", 0.0101)
     machine, groups = SimulatedMachine(seconds, startup={"": 3.0}), (group("abcd", weight=2), group("ef", "2"))
     small = machine.search(budget)
@@ -136,14 +136,14 @@ def test_a_small_budget_measures_what_it_can_and_says_which_is_enough(budget: fl
     assert enough.missing_seconds == 0
 
 
-def test_groups_are_combined_with_the_fastest_so_far() -> None:
+def test_groups_are_combined_with_the_fastest_so_far():
     machine = SimulatedMachine({"": 0.010, "a": 0.008, "b": 0.012, "a c": 0.006, "a c d": 0.007, "a c e": 0.006})
     search = machine.search()
     assert chosen(search, group("aba"), group("c", "2"), group("de", "3")) == "a c", "a tie, and it was there before"
     assert list(statuses(search)) == ["", "a", "b", "a c", "a c d", "a c e"]
 
 
-def test_a_tie_keeps_the_baseline() -> None:
+def test_a_tie_keeps_the_baseline():
     machine = SimulatedMachine({"": 0.010, "a": 0.00995}, 0.001)
     search = machine.search()
     assert chosen(search, group(["a"])) == ""
@@ -151,12 +151,12 @@ def test_a_tie_keeps_the_baseline() -> None:
     assert not plain(search.base, search.base, 64)["ties"]
 
 
-def test_of_candidates_that_tie_the_one_that_starts_first_is_chosen() -> None:
+def test_of_candidates_that_tie_the_one_that_starts_first_is_chosen():
     machine = SimulatedMachine({"": 0.010, "a": 0.005, "b": 0.00502}, startup={"a": 5.0})
     assert chosen(machine.search(), group("ab")) == "b"
 
 
-def test_candidates_that_change_the_results_need_permission() -> None:
+def test_candidates_that_change_the_results_need_permission():
     machine = SimulatedMachine({"": 0.010, "a": 0.005, "b": 0.006}, results={"a": SIXTEEN_BITS, "b": STATISTICS})
     search = machine.search()
     assert chosen(search, group("ab")) == ""
@@ -164,7 +164,7 @@ def test_candidates_that_change_the_results_need_permission() -> None:
     assert chosen(machine.search(allowed=[SIXTEEN_BITS]), group("ab")) == "a"
 
 
-def test_a_candidate_that_fails_is_a_row() -> None:
+def test_a_candidate_that_fails_is_a_row():
     machine = SimulatedMachine({"": 0.010, "a": -1.0, "b": 0.005}, startup={"c": 1000.0})
     search = machine.search()
     assert chosen(search, group("abc")) == "b"
@@ -177,14 +177,14 @@ def test_a_candidate_that_fails_is_a_row() -> None:
     assert (base["speedup"], failed["status"], failed["speedup"]) == (1.0, "crashed", None)
 
 
-def test_a_baseline_that_fails_is_an_error() -> None:
+def test_a_baseline_that_fails_is_an_error():
     with pytest.raises(TrialError, match="no memory"):
         chosen(SimulatedMachine({"": -1.0}).search())
     with pytest.raises(TrialError, match="no step"):
         chosen(SimulatedMachine({"": 1.0}, startup={"": 1000.0}).search())
 
 
-def test_a_ratio_has_an_uncertainty() -> None:
+def test_a_ratio_has_an_uncertainty():
     row = Candidate(("a",), ratios=[0.9, 1.1, 1.0, 1.0])
     assert row.uncertainty == pytest.approx(2 * 1.2533 * 1.4826 * 0.05 / 4**0.5)
     few, base = Candidate(("b",), ratios=[0.95, 0.95]), Candidate(())

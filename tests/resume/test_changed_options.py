@@ -1,7 +1,5 @@
 """Tests of `runner.resume.changed_options`: with which other options a session is still the same run."""
 
-from typing import Any
-
 import pytest
 from helpers.compose import TINY_CPU, compose_config
 
@@ -18,7 +16,7 @@ from runner.resume.changed_options import check_resumable, differences
         ("workload.eval_batch_size=7", "compile=true", "stop.max_time=60"),
     ],
 )
-def test_how_a_run_is_computed_does_not_make_it_another_run(changes: tuple[str, ...]) -> None:
+def test_how_a_run_is_computed_does_not_make_it_another_run(changes):
     saved, now = compose_config(*TINY_CPU), compose_config(*TINY_CPU, *changes)
     assert differences(saved, now) == []
     check_resumable(saved, now, "PATH")
@@ -37,9 +35,7 @@ def test_how_a_run_is_computed_does_not_make_it_another_run(changes: tuple[str, 
     ("max_grad_norm=1", ("max_grad_norm", None, 1)),
     ("workload.env_steps=200", ("workload.env_steps", 100, 200)),
 )
-def test_what_is_computed_makes_another_run_which_can_be_continued_if_it_is_named(
-    change: str, found: tuple[str, object, object]
-) -> None:
+def test_what_is_computed_makes_another_run_which_can_be_continued_if_it_is_named(change, found):
     workload = () if found[0] != "workload.env_steps" else ("workload=dqn", "workload.env_steps=100")
     saved, now = compose_config(*workload or TINY_CPU), compose_config(*workload or TINY_CPU, change)
     assert [each[:3] for each in differences(saved, now)] == [found]
@@ -54,7 +50,7 @@ def test_what_is_computed_makes_another_run_which_can_be_continued_if_it_is_name
     ("optimizer=adam", "optimizer: sgd ", "adam "),
     ("workload.label_smoothing=0.1", "workload.label_smoothing: 0.0 ", "0.1 "),
 )
-def test_seed_batch_size_model_data_and_optimizer_cannot_change(change: str, then: str, now: str) -> None:
+def test_seed_batch_size_model_data_and_optimizer_cannot_change(change, then, now):
     saved, other = (compose_config(*TINY_CPU, "data.crop=0", *words) for words in ((), (change, "log_every=2")))
     assert all(each.is_essential for each in differences(saved, other))
     with pytest.raises(ConfigError) as caught:
@@ -64,7 +60,7 @@ def test_seed_batch_size_model_data_and_optimizer_cannot_change(change: str, the
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", None, []])
-def test_a_saved_optimizer_that_is_not_a_component_is_refused(optimizer: Any) -> None:
+def test_a_saved_optimizer_that_is_not_a_component_is_refused(optimizer):
     """The saved config may come from somebody else."""
     with pytest.raises(ConfigError) as caught:
         check_resumable(compose_config(*TINY_CPU) | {"optimizer": optimizer}, compose_config(*TINY_CPU), "PATH")

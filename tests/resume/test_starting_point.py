@@ -80,7 +80,7 @@ def make_checkpoint(path: Path, name: str) -> None:
     (path / "checkpoints" / name).mkdir(parents=True)
 
 
-def test_auto_resumes_the_newest_unfinished_run_of_the_same_config_that_is_not_in_use(tmp_path) -> None:
+def test_auto_resumes_the_newest_unfinished_run_of_the_same_config_that_is_not_in_use(tmp_path):
     first, second, other = claim(tmp_path), claim(tmp_path), claim(tmp_path, "optimizer.lr=0.2")
     (first.parent / "latest").symlink_to(second.name)  # which is not followed
     assert len({first, second, other}) == 3
@@ -98,7 +98,7 @@ def test_auto_resumes_the_newest_unfinished_run_of_the_same_config_that_is_not_i
     assert claim(tmp_path, "resume=auto") not in (first, second, other)
 
 
-def test_auto_says_in_what_the_newest_unfinished_run_differs(tmp_path, caplog) -> None:
+def test_auto_says_in_what_the_newest_unfinished_run_differs(tmp_path, caplog):
     """A run without a checkpoint, one that is running and one that is done are not worth mentioning."""
     old, new, held, empty, done = (claim(tmp_path, f"optimizer.lr=0.{i}") for i in range(1, 6))
     for path in (old, new, held, done):
@@ -111,7 +111,7 @@ def test_auto_says_in_what_the_newest_unfinished_run_differs(tmp_path, caplog) -
 
 
 @pytest.mark.parametrize("content", [{"config.yaml": b""}, {"config.yaml": b"[" * 100_000}, {"result.json": b"{}"}])
-def test_auto_ignores_broken_files_of_another_run(content: dict[str, bytes], tmp_path) -> None:
+def test_auto_ignores_broken_files_of_another_run(content, tmp_path):
     ours = claim(tmp_path)
     (tmp_path / "test" / "9999-broken").mkdir()
     for name, data in content.items():
@@ -121,14 +121,14 @@ def test_auto_ignores_broken_files_of_another_run(content: dict[str, bytes], tmp
     assert claim(tmp_path, "resume=auto") == ours
 
 
-def test_auto_skips_a_run_of_a_package_that_has_been_removed(tmp_path) -> None:
+def test_auto_skips_a_run_of_a_package_that_has_been_removed(tmp_path):
     path = claim(tmp_path)
     config = saved_config(path).values
     write_config(path, config | {"optimizer": {"_target_": "removed_package.optimizers.Own"}}, [])
     assert claim(tmp_path, "resume=auto") != path
 
 
-def test_auto_is_refused_if_checkpoints_have_no_readable_config(tmp_path, caplog) -> None:
+def test_auto_is_refused_if_checkpoints_have_no_readable_config(tmp_path, caplog):
     """The checkpoints may be those of the run to resume. If they were ignored, the run would begin again."""
     ours = claim(tmp_path)
     make_checkpoint(ours, "step_00000002")
@@ -146,7 +146,7 @@ def test_auto_is_refused_if_checkpoints_have_no_readable_config(tmp_path, caplog
 
 
 @pytest.mark.parametrize("resumed", [False, True])
-def test_a_stop_while_the_first_files_are_written_undoes_all_changes(resumed: bool, tmp_path, monkeypatch) -> None:
+def test_a_stop_while_the_first_files_are_written_undoes_all_changes(resumed, tmp_path, monkeypatch):
     source = claim(tmp_path) if resumed else "never"
     before = content_of(tmp_path)
 
@@ -156,7 +156,7 @@ def test_a_stop_while_the_first_files_are_written_undoes_all_changes(resumed: bo
     assert content_of(tmp_path) == before
 
 
-def test_credentials_are_in_no_file_of_a_run(tmp_path) -> None:
+def test_credentials_are_in_no_file_of_a_run(tmp_path):
     run = build_composed_run(*TINY_CPU, "steps=4")
     session = prepare_session(run)
     run.config["model"]["weights"] = "https://me:hunter2@example.org/w.pt"
@@ -169,7 +169,7 @@ def test_credentials_are_in_no_file_of_a_run(tmp_path) -> None:
     assert config_hash(saved_config(path).values) == config_hash(run.config)
 
 
-def test_runs_that_start_at_the_same_time_get_different_directories(tmp_path) -> None:
+def test_runs_that_start_at_the_same_time_get_different_directories(tmp_path):
     claim(tmp_path)
     with ExitStack() as stack:
         assert len({stack.enter_context(claiming(tmp_path, "resume=auto")).path for _ in range(3)}) == 3
@@ -178,7 +178,7 @@ def test_runs_that_start_at_the_same_time_get_different_directories(tmp_path) ->
 @pytest.mark.parametrize(
     "names", [(), (".lock",), (".lock", "environment.json", "overrides.yaml", ".config.yaml.part")]
 )
-def test_a_run_begins_in_a_directory_in_which_no_run_has_begun(names: tuple[str, ...], tmp_path) -> None:
+def test_a_run_begins_in_a_directory_in_which_no_run_has_begun(names, tmp_path):
     """Nobody may write to its parent, so it can be neither replaced nor renamed."""
     path = tmp_path / "test" / "here"
     path.mkdir(parents=True)
@@ -201,7 +201,7 @@ STRANGERS: list[tuple[str, ...]] = [
 
 
 @pytest.mark.parametrize("names", STRANGERS, ids="-".join)
-def test_a_directory_that_no_run_has_written_is_refused_and_not_changed(names: tuple[str, ...], tmp_path) -> None:
+def test_a_directory_that_no_run_has_written_is_refused_and_not_changed(names, tmp_path):
     path = tmp_path / "test" / "here"
     for name in names:
         (path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -214,7 +214,7 @@ def test_a_directory_that_no_run_has_written_is_refused_and_not_changed(names: t
     assert list(path.parent.iterdir()) == [path]
 
 
-def test_a_run_in_use_is_refused_and_not_changed(tmp_path) -> None:
+def test_a_run_in_use_is_refused_and_not_changed(tmp_path):
     path = claim(tmp_path)
     for step in (2, 4):
         make_checkpoint(path, run_directory.step_name(step))
@@ -228,7 +228,7 @@ def test_a_run_in_use_is_refused_and_not_changed(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("secret", ["", "test"])
-def test_a_new_run_in_an_unreadable_directory_is_refused(secret: str, tmp_path) -> None:
+def test_a_new_run_in_an_unreadable_directory_is_refused(secret, tmp_path):
     (tmp_path / secret).mkdir(exist_ok=True)
     before = sorted(tmp_path.rglob("*"))
     for resume in ("auto", "never"):
@@ -239,7 +239,7 @@ def test_a_new_run_in_an_unreadable_directory_is_refused(secret: str, tmp_path) 
         assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_auto_is_refused_if_a_run_directory_cannot_be_read(tmp_path) -> None:
+def test_auto_is_refused_if_a_run_directory_cannot_be_read(tmp_path):
     """The directory may be that of the run to resume. If it were ignored, the run would begin again."""
     with enforced_permissions(claim(tmp_path), 0) as ours:
         error = refusal(tmp_path, "resume=auto")
@@ -250,7 +250,7 @@ def test_auto_is_refused_if_a_run_directory_cannot_be_read(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("bits", [0, 0o444])
-def test_a_named_directory_that_cannot_be_read_or_renamed_is_refused(bits: int, tmp_path) -> None:
+def test_a_named_directory_that_cannot_be_read_or_renamed_is_refused(bits, tmp_path):
     claim(tmp_path).rename(tmp_path / "test" / "here")
     before = content_of(tmp_path)
     for path, mode, other in ((tmp_path / "test" / "here", bits, ()), (tmp_path / "test", 0o555, ("seed=1",))):
@@ -261,7 +261,7 @@ def test_a_named_directory_that_cannot_be_read_or_renamed_is_refused(bits: int, 
     assert content_of(tmp_path) == before
 
 
-def test_a_file_system_without_locks_is_refused_and_no_directory_is_left(tmp_path, monkeypatch) -> None:
+def test_a_file_system_without_locks_is_refused_and_no_directory_is_left(tmp_path, monkeypatch):
     monkeypatch.setattr(fcntl, "flock", mock.Mock(side_effect=OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))))
     error = refusal(tmp_path)
     assert error.key == "output_root"
@@ -271,7 +271,7 @@ def test_a_file_system_without_locks_is_refused_and_no_directory_is_left(tmp_pat
 
 @pytest.mark.parametrize("missing", ["", "config.yaml"])
 @pytest.mark.parametrize("protected", ["", "checkpoints"])
-def test_a_run_that_is_not_writable_is_refused_and_not_changed(protected: str, missing: str, tmp_path, caplog) -> None:
+def test_a_run_that_is_not_writable_is_refused_and_not_changed(protected, missing, tmp_path, caplog):
     path = ended_early(tmp_path)
     if missing == "config.yaml":
         shutil.copy(path / missing, path / "checkpoints" / "step_00000001")
@@ -289,7 +289,7 @@ def test_a_run_that_is_not_writable_is_refused_and_not_changed(protected: str, m
 
 
 @pytest.mark.parametrize("name", ["overrides.yaml", "config.yaml", "environment.json"])
-def test_if_there_is_no_room_for_a_file_nothing_is_changed(name: str, tmp_path, monkeypatch) -> None:
+def test_if_there_is_no_room_for_a_file_nothing_is_changed(name, tmp_path, monkeypatch):
     path, fsync = ended_early(tmp_path), os.fsync
     before = content_of(path)
 
@@ -306,7 +306,7 @@ def test_if_there_is_no_room_for_a_file_nothing_is_changed(name: str, tmp_path, 
     assert len(checkpoints(path)) == 3
 
 
-def test_the_result_of_every_session_is_kept(tmp_path) -> None:
+def test_the_result_of_every_session_is_kept(tmp_path):
     path = claim(tmp_path)
     for steps in (1, 2, 3):
         write_result(path, "stopped", steps)
@@ -319,7 +319,7 @@ def test_the_result_of_every_session_is_kept(tmp_path) -> None:
     assert not (path / "result.json").exists()
 
 
-def test_a_resume_path_that_is_not_a_checkpoint_is_refused(tmp_path) -> None:
+def test_a_resume_path_that_is_not_a_checkpoint_is_refused(tmp_path):
     path = claim(tmp_path)
     for name in ("step_00000002", "step_00000003.superseded"):
         make_checkpoint(path, name)
@@ -335,7 +335,7 @@ def test_a_resume_path_that_is_not_a_checkpoint_is_refused(tmp_path) -> None:
     assert "no run" in error.why
 
 
-def test_fewer_steps_than_are_done_are_refused(tmp_path, caplog) -> None:
+def test_fewer_steps_than_are_done_are_refused(tmp_path, caplog):
     """Otherwise, the run would be done after more steps than configured, without an evaluation at its end."""
     path = claim(tmp_path)
     for step in (4, 9):

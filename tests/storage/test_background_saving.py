@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 import torch
 from helpers.command import TIMEOUT_SECONDS, child_environment
-from helpers.compose import TINY_CPU, TrainedRun, compose_config
+from helpers.compose import TINY_CPU, compose_config
 from helpers.handmade_runs import save_and_wait
-from helpers.ranks import Ranks
 from helpers.runs import assert_bitwise_equal
 
 import runner.storage.checkpoints
@@ -55,7 +54,7 @@ def write_by(kind: Any, *_: Any) -> None:
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_the_content_of_a_checkpoint_does_not_depend_on_when_it_is_written(name: str, tmp_path, ranks: Ranks) -> None:
+def test_the_content_of_a_checkpoint_does_not_depend_on_when_it_is_written(name, tmp_path, ranks):
     """The content of a checkpoint is a copy, which shares no memory with tensors that the training changes."""
     processes, overrides = RUNS[name]
     for directory, kind in (("at_once", Writing), ("late", DeferredWriting)):
@@ -93,7 +92,7 @@ def gate(monkeypatch) -> Gate:
     return Gate(monkeypatch)
 
 
-def test_save_returns_before_the_checkpoint_is_written_and_the_next_save_waits(tmp_path, gate: Gate) -> None:
+def test_save_returns_before_the_checkpoint_is_written_and_the_next_save_waits(tmp_path, gate):
     checkpoints = Checkpoints(tmp_path, keep=9)
     checkpoints.save(content(1))
     assert gate.arrived.wait(60)
@@ -110,9 +109,7 @@ def test_save_returns_before_the_checkpoint_is_written_and_the_next_save_waits(t
     assert saved_steps(checkpoints.root) == [1, 2]
 
 
-def test_training_goes_on_while_a_checkpoint_is_written(
-    trained: Callable[..., TrainedRun], gate: Gate, monkeypatch
-) -> None:
+def test_training_goes_on_while_a_checkpoint_is_written(trained, gate, monkeypatch):
     from runner.tracking.progress import Progress
 
     seen: list[int] = []
@@ -129,9 +126,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(
 
 
 @pytest.mark.parametrize(("steps", "ended"), [(4000, range(8, 17)), (8, range(8, 9))])
-def test_an_error_of_the_thread_ends_the_run(
-    steps: int, ended: range, trained: Callable[..., TrainedRun], monkeypatch
-) -> None:
+def test_an_error_of_the_thread_ends_the_run(steps, ended, trained, monkeypatch):
     """At the next save at the latest, or after the last step."""
     fsync = os.fsync
 
@@ -150,9 +145,7 @@ def test_an_error_of_the_thread_ends_the_run(
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError("planted"), None])
-def test_a_checkpoint_is_completed_after_the_training_failed(
-    trained: Callable[..., TrainedRun], tmp_path, monkeypatch, error: Exception | None
-) -> None:
+def test_a_checkpoint_is_completed_after_the_training_failed(trained, tmp_path, monkeypatch, error):
     from runner.workloads.classifier import Classifier
 
     write = Checkpoints._write
@@ -213,7 +206,7 @@ def hold_rank_1(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     return opened
 
 
-def test_rank_0_commits_when_the_files_of_all_ranks_are_complete(tmp_path, monkeypatch) -> None:
+def test_rank_0_commits_when_the_files_of_all_ranks_are_complete(tmp_path, monkeypatch):
     opened, ranks = hold_rank_1(monkeypatch), two_ranks(tmp_path)
     save_on_both(ranks, 3)
     part = ranks[0].root / "tmp.step_00000003"
@@ -229,7 +222,7 @@ def test_rank_0_commits_when_the_files_of_all_ranks_are_complete(tmp_path, monke
     assert not list(tmp_path.rglob("*.part"))
 
 
-def test_a_rank_that_does_not_write_its_file_is_named(tmp_path, monkeypatch) -> None:
+def test_a_rank_that_does_not_write_its_file_is_named(tmp_path, monkeypatch):
     opened, ranks = hold_rank_1(monkeypatch), two_ranks(tmp_path, timeout=0.2)
     save_on_both(ranks, 3)
     with pytest.raises(StorageError, match=r"rank 1 has not written its file .*parallel\.timeout"):
@@ -238,7 +231,7 @@ def test_a_rank_that_does_not_write_its_file_is_named(tmp_path, monkeypatch) -> 
     opened.set()
 
 
-def test_after_an_error_rank_0_does_not_wait_for_ranks_that_may_be_gone(tmp_path, monkeypatch) -> None:
+def test_after_an_error_rank_0_does_not_wait_for_ranks_that_may_be_gone(tmp_path, monkeypatch):
     opened, ranks = hold_rank_1(monkeypatch), two_ranks(tmp_path)
     save_on_both(ranks, 3)
     since = time.monotonic()
@@ -250,7 +243,7 @@ def test_after_an_error_rank_0_does_not_wait_for_ranks_that_may_be_gone(tmp_path
     assert saved_steps(ranks[0].root) == [4]
 
 
-def test_a_rank_with_a_full_disk_deletes_only_its_own_file(tmp_path, monkeypatch) -> None:
+def test_a_rank_with_a_full_disk_deletes_only_its_own_file(tmp_path, monkeypatch):
     save = runner.storage.checkpoints._save
 
     def full(value: Any, path: Path) -> None:
@@ -286,13 +279,13 @@ raise SystemExit(run_main(main))
 """
 
 
-def test_an_interrupted_process_does_not_wait_for_a_disk_that_hangs(tmp_path) -> None:
+def test_an_interrupted_process_does_not_wait_for_a_disk_that_hangs(tmp_path):
     words = [sys.executable, "-c", INTERRUPTED_WHILE_A_DISK_HANGS]
     ended = subprocess.run(words, cwd=tmp_path, env=child_environment(), timeout=TIMEOUT_SECONDS, check=False)
     assert ended.returncode == 130
 
 
-def test_wait_returns_after_the_thread_has_ended(tmp_path) -> None:
+def test_wait_returns_after_the_thread_has_ended(tmp_path):
     """The thread frees tensors after writing them; a process that exits meanwhile would be aborted."""
     seen = threading.Event()
     checkpoints = Checkpoints(tmp_path, keep=2, texts={"a": lambda: str(seen.wait(TIMEOUT_SECONDS))})

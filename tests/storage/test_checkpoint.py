@@ -20,7 +20,7 @@ import safetensors.torch
 import torch
 from helpers.checkpoint_edits import rewrite_manifest
 from helpers.command import ROOT
-from helpers.compose import TINY_CPU, TrainedRun, build_composed_run
+from helpers.compose import TINY_CPU, build_composed_run
 from helpers.handmade_runs import save_and_wait
 from helpers.permissions import enforced_permissions
 from helpers.power_loss import DiskRecorder, possible_states, write_state
@@ -53,7 +53,7 @@ def equals_checkpoint(found: Checkpoint | None, step: int) -> bool:
     )
 
 
-def test_a_crash_or_a_power_loss_at_any_call_leaves_an_intact_checkpoint(tmp_path) -> None:
+def test_a_crash_or_a_power_loss_at_any_call_leaves_an_intact_checkpoint(tmp_path):
     """Of what is not synced, any names and any part of the content may be lost."""
     run = tmp_path / "run"
     run.mkdir()
@@ -73,7 +73,7 @@ def test_a_crash_or_a_power_loss_at_any_call_leaves_an_intact_checkpoint(tmp_pat
     assert len(every) > 30
 
 
-def test_saving_a_step_again_renames_the_first_checkpoint(tmp_path) -> None:
+def test_saving_a_step_again_renames_the_first_checkpoint(tmp_path):
     checkpoints = Checkpoints(tmp_path, keep=2)
     (checkpoints.root / "tmp.step_00000001").mkdir(parents=True)
     assert checkpoints.latest() is None, "none is committed"
@@ -92,7 +92,7 @@ def two(tmp_path) -> Checkpoints:
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "state.pt", "rank_0.pt", "manifest.json"])
-def test_a_flipped_bit_is_found(two: Checkpoints, tmp_path, name: str) -> None:
+def test_a_flipped_bit_is_found(two, tmp_path, name):
     path = two.root / "step_00000002" / name
     data = path.read_bytes()
     choose = random.Random(name)
@@ -119,9 +119,7 @@ DAMAGE: list[tuple[str, Callable[[Path], object]]] = [
 
 
 @pytest.mark.parametrize(("name", "damage"), DAMAGE, ids=range(len(DAMAGE)))
-def test_a_damaged_checkpoint_is_set_aside(
-    two: Checkpoints, caplog, name: str, damage: Callable[[Path], object]
-) -> None:
+def test_a_damaged_checkpoint_is_set_aside(two, caplog, name, damage):
     path = two.root / "step_00000002" / name
     damage(path)
     left = {file.name for file in path.parent.iterdir()}
@@ -133,7 +131,7 @@ def test_a_damaged_checkpoint_is_set_aside(
     assert "step_00000002.corrupt" in caplog.text
 
 
-def test_a_run_without_a_valid_checkpoint_is_not_resumed(two: Checkpoints) -> None:
+def test_a_run_without_a_valid_checkpoint_is_not_resumed(two):
     for step in (1, 2):
         (two.root / f"step_{step:08d}" / "state.pt").write_bytes(b"")
     for _ in range(2):  # not at the second try either
@@ -146,7 +144,7 @@ def test_a_run_without_a_valid_checkpoint_is_not_resumed(two: Checkpoints) -> No
     assert names == {"step_00000001", "step_00000002"}, "what is refused stays as it was"
 
 
-def test_a_file_without_read_permission_is_not_damage(two: Checkpoints, monkeypatch) -> None:
+def test_a_file_without_read_permission_is_not_damage(two, monkeypatch):
     def denied(path: Path, *_: object, **__: object) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
 
@@ -157,14 +155,14 @@ def test_a_file_without_read_permission_is_not_damage(two: Checkpoints, monkeypa
 
 
 @pytest.mark.parametrize("read", ["safetensors.torch.load_file", "torch.load"])
-def test_too_little_memory_is_not_damage(two: Checkpoints, monkeypatch, read: str) -> None:
+def test_too_little_memory_is_not_damage(two, monkeypatch, read):
     monkeypatch.setattr(read, mock.Mock(side_effect=MemoryError))
     with pytest.raises(MemoryError):
         two.latest()
     assert saved_steps(two.root) == [1, 2], "nothing was set aside"
 
 
-def test_a_checkpoint_with_another_schema_is_refused_and_not_renamed(two: Checkpoints) -> None:
+def test_a_checkpoint_with_another_schema_is_refused_and_not_renamed(two):
     rewrite_manifest(two.root / "step_00000002", schema=3)
     with pytest.raises(ConfigError) as caught:
         two.latest()
@@ -173,7 +171,7 @@ def test_a_checkpoint_with_another_schema_is_refused_and_not_renamed(two: Checkp
     assert saved_steps(two.root) == [1, 2]
 
 
-def test_every_torch_load_uses_weights_only() -> None:
+def test_every_torch_load_uses_weights_only():
     sources = [path for folder in ("runner", "models") for path in (ROOT / folder).rglob("*.py")]
     loads = [line for path in sources for line in path.read_text().splitlines() if "torch.load(" in line]
     assert loads
@@ -181,7 +179,7 @@ def test_every_torch_load_uses_weights_only() -> None:
 
 
 @pytest.mark.parametrize(("keep", "best"), [(1, None), (1, 6), (2, 1), (3, 4)])
-def test_the_latest_and_the_best_are_kept(tmp_path, keep: int, best: int | None) -> None:
+def test_the_latest_and_the_best_are_kept(tmp_path, keep, best):
     checkpoints = Checkpoints(tmp_path, keep)
     for step in range(1, 7):
         save_and_wait(checkpoints, checkpoint(step), best)
@@ -190,7 +188,7 @@ def test_the_latest_and_the_best_are_kept(tmp_path, keep: int, best: int | None)
     assert equals_checkpoint(checkpoints.latest(), 6)
 
 
-def test_keep_0_deletes_all_checkpoints_once_the_run_is_done(tmp_path) -> None:
+def test_keep_0_deletes_all_checkpoints_once_the_run_is_done(tmp_path):
     checkpoints = Checkpoints(tmp_path, keep=0)
     for step in (1, 2, 3):
         save_and_wait(checkpoints, checkpoint(step), best_step=1)
@@ -200,7 +198,7 @@ def test_keep_0_deletes_all_checkpoints_once_the_run_is_done(tmp_path) -> None:
     prune(tmp_path / "without any", keep=0)
 
 
-def test_only_what_interrupted_saves_and_deletions_have_left_is_deleted(two: Checkpoints) -> None:
+def test_only_what_interrupted_saves_and_deletions_have_left_is_deleted(two):
     others = {"step_7", "step_000000009", "step_last", "notes", "tmp.notes", "thesis.pruned", "tmp.step_1", "x.pruned2"}
     others |= {"step_00000001.corrupt", "step_00000001.superseded", "step_00000002.corrupt2"}
     leftovers = ("tmp.step_00000003", "step_00000001.pruned")
@@ -215,9 +213,7 @@ def test_only_what_interrupted_saves_and_deletions_have_left_is_deleted(two: Che
 
 
 @pytest.mark.parametrize("call", ["replace", "rmtree"])
-def test_an_old_checkpoint_that_cannot_be_deleted_is_a_warning(
-    two: Checkpoints, monkeypatch, caplog, call: str
-) -> None:
+def test_an_old_checkpoint_that_cannot_be_deleted_is_a_warning(two, monkeypatch, caplog, call):
     owner: Any = {"replace": os, "rmtree": shutil}[call]
     original = getattr(owner, call)
 
@@ -240,7 +236,7 @@ def test_an_old_checkpoint_that_cannot_be_deleted_is_a_warning(
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600)])
-def test_the_mode_of_all_files_follows_the_umask(tmp_path, umask: int, mode: int) -> None:
+def test_the_mode_of_all_files_follows_the_umask(tmp_path, umask, mode):
     before = os.umask(umask)
     try:
         path = save_and_wait(Checkpoints(tmp_path, keep=1, texts={CONFIG: lambda: "a: 1"}), checkpoint(1))
@@ -251,7 +247,7 @@ def test_the_mode_of_all_files_follows_the_umask(tmp_path, umask: int, mode: int
     assert set(modes.values()) == {mode}, modes
 
 
-def test_a_checkpoint_contains_the_config_of_its_run(tmp_path) -> None:
+def test_a_checkpoint_contains_the_config_of_its_run(tmp_path):
     text = config_text({"lr": 0.1, "name": "ü", "none": None})
     checkpoints = Checkpoints(tmp_path, keep=1, texts={CONFIG: lambda: text})
     path = save_and_wait(checkpoints, checkpoint(1))
@@ -270,7 +266,7 @@ def test_a_checkpoint_contains_the_config_of_its_run(tmp_path) -> None:
         saved_text(save_and_wait(checkpoints, checkpoint(2)), CONFIG)
 
 
-def test_a_checkpoint_is_readable_without_this_project(trained: Callable[..., TrainedRun]) -> None:
+def test_a_checkpoint_is_readable_without_this_project(trained):
     """It has plain names, full tensors, the state of the optimizer by name, and the hashes of its files."""
     run = trained("steps=2", "optimizer=adam", "compile=false", "model.dropout=0.1")
     path = run.directory / "checkpoints/step_00000002"
@@ -307,7 +303,7 @@ def test_a_checkpoint_is_readable_without_this_project(trained: Callable[..., Tr
     assert manifest["config_hash"] == run.result.config_hash
 
 
-def test_a_failed_write_leaves_the_earlier_checkpoints(two: Checkpoints, monkeypatch) -> None:
+def test_a_failed_write_leaves_the_earlier_checkpoints(two, monkeypatch):
     for owner, name in ((torch, "save"), (safetensors.torch, "save_file"), (os, "fsync"), (Path, "mkdir")):
         with monkeypatch.context() as patched:
             patched.setattr(owner, name, mock.Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
@@ -319,7 +315,7 @@ def test_a_failed_write_leaves_the_earlier_checkpoints(two: Checkpoints, monkeyp
     assert equals_checkpoint(two.latest(), 2)
 
 
-def test_a_file_size_limit_raises_a_storage_error(tmp_path) -> None:
+def test_a_file_size_limit_raises_a_storage_error(tmp_path):
     resource = pytest.importorskip("resource")
     signal = pytest.importorskip("signal")
     checkpoints = Checkpoints(tmp_path, keep=2)
@@ -335,14 +331,14 @@ def test_a_file_size_limit_raises_a_storage_error(tmp_path) -> None:
     assert equals_checkpoint(checkpoints.latest(), 1)
 
 
-def test_the_best_checkpoint_of_a_run_is_kept(trained: Callable[..., TrainedRun]) -> None:
+def test_the_best_checkpoint_of_a_run_is_kept(trained):
     run = trained("steps=12", "eval_every=2", "save_every=2", "keep=1", "optimizer.lr=0.3")
     steps = saved_steps(run.directory / "checkpoints")
     assert steps == sorted({12, run.result.best["step"]})
     assert build_composed_run(*TINY_CPU).keep == 2, "the default keeps a second one, should the newest be damaged"
 
 
-def test_a_step_that_was_not_saved_is_refused_and_the_saved_steps_are_listed(tmp_path) -> None:
+def test_a_step_that_was_not_saved_is_refused_and_the_saved_steps_are_listed(tmp_path):
     for name in ("step_00000000", "step_99999999", "step_100000000", "step_00000007.superseded"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
     assert chosen_checkpoint(tmp_path, 100_000_000) == tmp_path / "checkpoints" / "step_100000000"
@@ -354,7 +350,7 @@ def test_a_step_that_was_not_saved_is_refused_and_the_saved_steps_are_listed(tmp
 
 
 @pytest.mark.parametrize("choice", ["best", "last", 7])
-def test_checkpoints_that_cannot_be_read_are_refused_with_the_reason(choice: str | int, tmp_path) -> None:
+def test_checkpoints_that_cannot_be_read_are_refused_with_the_reason(choice, tmp_path):
     (tmp_path / "checkpoints" / "step_00000007").mkdir(parents=True)
     for path, bits in ((tmp_path, 0), (tmp_path / "checkpoints", 0)):
         with enforced_permissions(path, bits), pytest.raises(ConfigError, match="Permission denied") as refused:

@@ -36,7 +36,7 @@ NOT_REGULAR: dict[str, Callable[[Path], None]] = {
 }
 
 
-def test_a_regular_file_is_read_up_to_its_limit(tmp_path) -> None:
+def test_a_regular_file_is_read_up_to_its_limit(tmp_path):
     path = tmp_path / "file"
     path.write_bytes(b"12345")
     assert regular_files.read_regular(path, limit_bytes=5) == b"12345"
@@ -47,7 +47,7 @@ def test_a_regular_file_is_read_up_to_its_limit(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("kind", NOT_REGULAR)
-def test_anything_but_a_regular_file_is_refused(kind: str, tmp_path, monkeypatch) -> None:
+def test_anything_but_a_regular_file_is_refused(kind, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # the path of a socket has at most 108 bytes
     path = Path("file")
     NOT_REGULAR[kind](path)
@@ -58,7 +58,7 @@ def test_anything_but_a_regular_file_is_refused(kind: str, tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize("kind", ["a link", "a pipe"])
-def test_a_file_that_is_replaced_between_check_and_opening_is_refused(kind: str, tmp_path, monkeypatch) -> None:
+def test_a_file_that_is_replaced_between_check_and_opening_is_refused(kind, tmp_path, monkeypatch):
     path, regular = tmp_path / "file", tmp_path / "regular"
     regular.write_bytes(b"")
     NOT_REGULAR[kind](path)
@@ -73,14 +73,14 @@ def test_a_file_that_is_replaced_between_check_and_opening_is_refused(kind: str,
     assert again == free  # no descriptor was left open
 
 
-def test_a_missing_file_and_a_directory_are_reported_as_such(tmp_path) -> None:
+def test_a_missing_file_and_a_directory_are_reported_as_such(tmp_path):
     with pytest.raises(FileNotFoundError):
         regular_files.read_regular(tmp_path / "file", limit_bytes=100)
     with pytest.raises(IsADirectoryError):
         regular_files.read_regular(tmp_path, limit_bytes=100)
 
 
-def test_check_no_link_refuses_links_and_files(tmp_path) -> None:
+def test_check_no_link_refuses_links_and_files(tmp_path):
     (tmp_path / "directory").mkdir()
     (tmp_path / "link").symlink_to("directory")
     (tmp_path / "file").touch()
@@ -91,14 +91,14 @@ def test_check_no_link_refuses_links_and_files(tmp_path) -> None:
             regular_files.check_no_link(tmp_path / name)
 
 
-def test_walk_stops_after_fifty_levels(tmp_path) -> None:
+def test_walk_stops_after_fifty_levels(tmp_path):
     deep = tmp_path.joinpath(*["d"] * 50)
     (deep / "d" / "d").mkdir(parents=True)
     (deep / "file").touch()
     assert [files for _, _, files in regular_files.walk(tmp_path)] == [[]] * 50 + [["file"]]
 
 
-def test_paths_that_cannot_be_looked_up_are_refused_by_key(tmp_path) -> None:
+def test_paths_that_cannot_be_looked_up_are_refused_by_key(tmp_path):
     (tmp_path / "secret").mkdir()
     (tmp_path / "secret" / "file").touch()
     paths = [tmp_path / "secret" / name for name in ("file", "absent", "absent/below")]
@@ -115,7 +115,7 @@ def test_paths_that_cannot_be_looked_up_are_refused_by_key(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("call", ["fsync", "replace"])
-def test_a_failure_leaves_the_old_content(call: str, tmp_path, monkeypatch) -> None:
+def test_a_failure_leaves_the_old_content(call, tmp_path, monkeypatch):
     path = tmp_path / "a"
     files.write_text(path, "größe")
 
@@ -128,7 +128,7 @@ def test_a_failure_leaves_the_old_content(call: str, tmp_path, monkeypatch) -> N
     assert {found.name: found.read_text() for found in tmp_path.iterdir()} == {"a": "3"}
 
 
-def test_a_link_in_the_place_of_the_temporary_file_is_not_followed(tmp_path) -> None:
+def test_a_link_in_the_place_of_the_temporary_file_is_not_followed(tmp_path):
     other = tmp_path / "other"
     other.write_text("mine")
     (tmp_path / ".a.part").symlink_to(other)

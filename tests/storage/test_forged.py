@@ -126,7 +126,7 @@ def may_be(keys: checkpoint_edits.Keys, value: Any, forged: Any) -> bool:
 @pytest.mark.parametrize("tries", [1, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("file", ["state.pt", "rank_0.pt"])
 @pytest.mark.parametrize("name", RUNS)
-def test_a_value_of_another_form_is_refused(forger: Callable[[str], Forger], name: str, file: str, tries: int) -> None:
+def test_a_value_of_another_form_is_refused(forger, name, file, tries):
     """Each value is replaced by the next of `VALUES` or `TENSORS`, in several tries, and then removed."""
     run = forger(name)
     assert run.outcome() == "resumed", "the original"
@@ -143,7 +143,7 @@ def test_a_value_of_another_form_is_refused(forger: Callable[[str], Forger], nam
                 assert outcome == "refused" or is_free, (keys, type(forged), outcome)
 
 
-def test_weights_of_another_form_are_refused(forger: Callable[[str], Forger]) -> None:
+def test_weights_of_another_form_are_refused(forger):
     run = forger("sgd")
     content = checkpoint_edits.read_checkpoint_file(run.original / "model.safetensors")
     (key, value), *_ = content.items()
@@ -153,7 +153,7 @@ def test_weights_of_another_form_are_refused(forger: Callable[[str], Forger]) ->
     assert run.with_content("model.safetensors", {k: t for k, t in content.items() if k != key}) == "refused"
 
 
-def test_a_file_of_another_format_or_with_unrelated_content_is_refused(forger: Callable[[str], Forger]) -> None:
+def test_a_file_of_another_format_or_with_unrelated_content_is_refused(forger):
     run = forger("sgd")
     for file in ("model.safetensors", "state.pt", "rank_0.pt"):
         for content in (b"", b"PK\5\6" + bytes(18), b"[]", b"\x80\x02]."):
@@ -166,7 +166,7 @@ def test_a_file_of_another_format_or_with_unrelated_content_is_refused(forger: C
         assert run.with_content("rank_0.pt", value) == "refused" or value == {}  # {} means that there is no state
 
 
-def test_deep_content_is_refused(forger: Callable[[str], Forger]) -> None:
+def test_deep_content_is_refused(forger):
     """The pickle is written by hand, because `torch.save` cannot write lists that are nested so deeply."""
     run, depth = forger("sgd"), 200_000
     file, nest = run.path / "state.pt", b"\x80\x02}X\t\0\0\0optimizer" + b"]" * depth + b"a" * (depth - 1) + b"s."
@@ -187,22 +187,20 @@ MANIFESTS: tuple[dict[str, Any], ...] = (
 
 
 @pytest.mark.parametrize("changes", MANIFESTS, ids=range(len(MANIFESTS)))
-def test_a_manifest_with_invalid_values_and_correct_hashes_is_refused(
-    forger: Callable[[str], Forger], changes: dict[str, Any]
-) -> None:
+def test_a_manifest_with_invalid_values_and_correct_hashes_is_refused(forger, changes):
     run = forger("sgd")
     checkpoint_edits.rewrite_manifest(run.path, **changes)
     assert run.outcome() == "refused"
 
 
-def test_a_huge_manifest_is_refused(forger: Callable[[str], Forger]) -> None:
+def test_a_huge_manifest_is_refused(forger):
     run = forger("sgd")
     os.truncate(run.path / "manifest.json", 10**12)  # a sparse file, which takes no space on the disk
     assert run.outcome() == "refused"
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "state.pt", "config.yaml", "manifest.json"])
-def test_a_link_or_pipe_in_place_of_a_file_is_refused(forger: Callable[[str], Forger], file: str) -> None:
+def test_a_link_or_pipe_in_place_of_a_file_is_refused(forger, file):
     run = forger("sgd")
     shutil.move(run.path / file, run.directory / "elsewhere")
     for make in (os.mkfifo, lambda path: path.symlink_to("/dev/zero"), lambda path: path.symlink_to("../../elsewhere")):
@@ -212,7 +210,7 @@ def test_a_link_or_pipe_in_place_of_a_file_is_refused(forger: Callable[[str], Fo
 
 
 @pytest.mark.parametrize("kind", ["checkpoints", "step"])
-def test_a_link_in_place_of_a_directory_is_refused(forger: Callable[[str], Forger], kind: str) -> None:
+def test_a_link_in_place_of_a_directory_is_refused(forger, kind):
     run = forger("sgd")
     path, target = (run.path.parent if kind == "checkpoints" else run.path), run.directory / "elsewhere"
     shutil.move(path, target)

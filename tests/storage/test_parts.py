@@ -32,7 +32,7 @@ def assert_whole(found: Checkpoint | None) -> None:
         assert path.read_bytes() == content_of(name)
 
 
-def test_a_part_is_written_once_and_deleted_with_the_last_checkpoint_that_has_it(tmp_path) -> None:
+def test_a_part_is_written_once_and_deleted_with_the_last_checkpoint_that_has_it(tmp_path):
     checkpoints = Checkpoints(tmp_path, keep=1)
     for step, names in ((1, "ab"), (2, "abc"), (3, "bcd"), (4, "de")):
         path = save_and_wait(checkpoints, checkpoint(step, names), best_step=2)
@@ -43,7 +43,7 @@ def test_a_part_is_written_once_and_deleted_with_the_last_checkpoint_that_has_it
     assert links == {f"rank_0_{name}.bin": 1 for name in "abcde"}
 
 
-def test_a_resumed_run_shares_the_parts_of_the_checkpoint_that_it_has_loaded(tmp_path) -> None:
+def test_a_resumed_run_shares_the_parts_of_the_checkpoint_that_it_has_loaded(tmp_path):
     save_and_wait(Checkpoints(tmp_path, keep=3), checkpoint(1, "ab"))
     resumed = Checkpoints(tmp_path, keep=3)
     assert_whole(resumed.latest())
@@ -56,7 +56,7 @@ def test_a_resumed_run_shares_the_parts_of_the_checkpoint_that_it_has_loaded(tmp
     assert next(other.glob("*.bin")).stat().st_nlink == 1
 
 
-def test_without_hard_links_parts_are_copied(tmp_path, monkeypatch) -> None:
+def test_without_hard_links_parts_are_copied(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "link", mock.Mock(side_effect=PermissionError("this file system has none")))
     checkpoints = Checkpoints(tmp_path, keep=2)
     for step, names in ((1, "ab"), (2, "abc")):
@@ -64,7 +64,7 @@ def test_without_hard_links_parts_are_copied(tmp_path, monkeypatch) -> None:
     assert {file.stat().st_nlink for file in checkpoints.root.rglob("*.bin")} == {1}
 
 
-def test_a_crash_or_a_power_loss_at_any_call_leaves_a_checkpoint_with_all_parts(tmp_path) -> None:
+def test_a_crash_or_a_power_loss_at_any_call_leaves_a_checkpoint_with_all_parts(tmp_path):
     run = tmp_path / "run"
     run.mkdir()
     with DiskRecorder(run) as recorder:
@@ -83,7 +83,7 @@ def test_a_crash_or_a_power_loss_at_any_call_leaves_a_checkpoint_with_all_parts(
 
 
 @pytest.mark.parametrize("damage", ["changed", "missing"])
-def test_a_damaged_part_is_found_and_the_previous_checkpoint_is_loaded(damage: str, tmp_path) -> None:
+def test_a_damaged_part_is_found_and_the_previous_checkpoint_is_loaded(damage, tmp_path):
     checkpoints = Checkpoints(tmp_path, keep=3)
     for step, names in ((1, "ab"), (2, "abc")):
         path = save_and_wait(checkpoints, checkpoint(step, names))
@@ -97,7 +97,7 @@ def test_a_damaged_part_is_found_and_the_previous_checkpoint_is_loaded(damage: s
     assert_whole(found)
 
 
-def test_the_training_does_not_wait_for_parts_that_cannot_be_written(tmp_path) -> None:
+def test_the_training_does_not_wait_for_parts_that_cannot_be_written(tmp_path):
     failing = checkpoint(1, "ab")
     failing.parts["b"] = Part(mock.Mock(side_effect=OSError(28, "No space left on device")))
     checkpoints = Checkpoints(tmp_path, keep=1)
@@ -108,7 +108,7 @@ def test_the_training_does_not_wait_for_parts_that_cannot_be_written(tmp_path) -
     assert not list(checkpoints.root.iterdir()), "the log needs the space"
 
 
-def test_each_rank_has_its_own_parts(tmp_path) -> None:
+def test_each_rank_has_its_own_parts(tmp_path):
     barrier = threading.Barrier(2)
     ranks = [Checkpoints(tmp_path, 1, rank, 2, lambda: barrier.wait(60) and None) for rank in range(2)]
 

@@ -9,7 +9,6 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
@@ -38,7 +37,7 @@ def tree(root: Path, *without: str) -> dict[str, tuple[int, int]]:
     return found
 
 
-def test_ten_processes_in_the_same_second_make_fifty_directories(tmp_path) -> None:
+def test_ten_processes_in_the_same_second_make_fifty_directories(tmp_path):
     begin = time.time() + 1.0  # when all processes have started
     with ProcessPoolExecutor(10, multiprocessing.get_context("forkserver")) as pool:
         made = [path for paths in pool.map(create_run_directories, [tmp_path] * 10, [begin] * 10) for path in paths]
@@ -47,13 +46,13 @@ def test_ten_processes_in_the_same_second_make_fifty_directories(tmp_path) -> No
     assert {Path(path).name[:19] for path in made} == {FIXED_TIME}
 
 
-def test_another_name_is_drawn_if_the_first_is_taken(tmp_path, monkeypatch) -> None:
+def test_another_name_is_drawn_if_the_first_is_taken(tmp_path, monkeypatch):
     names = iter(["a", "a", "a", "b"])
     monkeypatch.setattr(directory, "unique_name", lambda _: next(names))
     assert [directory.create(tmp_path).name, directory.create(tmp_path).name] == ["a", "b"]
 
 
-def test_creating_a_directory_that_exists_is_refused(tmp_path) -> None:
+def test_creating_a_directory_that_exists_is_refused(tmp_path):
     assert directory.create(tmp_path, "000-seed=1") == (tmp_path / "000-seed=1").resolve()
     with pytest.raises(ConfigError) as refusal:
         directory.create(tmp_path, "000-seed=1", key="--run-directory")
@@ -62,7 +61,7 @@ def test_creating_a_directory_that_exists_is_refused(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("parent", ["file/below", "/proc/nobody/writes/here"])
-def test_a_root_where_no_directory_can_be_made_is_refused_by_key(parent: str, tmp_path) -> None:
+def test_a_root_where_no_directory_can_be_made_is_refused_by_key(parent, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError) as refusal:
         directory.create(tmp_path / parent)
@@ -70,7 +69,7 @@ def test_a_root_where_no_directory_can_be_made_is_refused_by_key(parent: str, tm
     assert parent in str(refusal.value.got)
 
 
-def test_newest_step_is_0_if_the_checkpoints_cannot_be_read(tmp_path) -> None:
+def test_newest_step_is_0_if_the_checkpoints_cannot_be_read(tmp_path):
     (tmp_path / "checkpoints" / "step_00000002").mkdir(parents=True)
     assert directory.newest_step(tmp_path) == 2
     for path in (tmp_path, tmp_path / "checkpoints"):
@@ -78,7 +77,7 @@ def test_newest_step_is_0_if_the_checkpoints_cannot_be_read(tmp_path) -> None:
             assert directory.newest_step(tmp_path) == 0
 
 
-def test_a_run_writes_to_its_directory_of_any_name_and_nowhere_else(tmp_path) -> None:
+def test_a_run_writes_to_its_directory_of_any_name_and_nowhere_else(tmp_path):
     """The run starts in one directory, and writes to another beside it. The paths that it prints can be typed."""
     name = "größe-µ-日本 a=1,b=2 it's [1] {2} $HOME ~ %41 #"
     here, there = tmp_path / name, tmp_path / f"runs {name}"
@@ -102,7 +101,7 @@ def test_a_run_writes_to_its_directory_of_any_name_and_nowhere_else(tmp_path) ->
     assert [path.name for path in there.glob("*/*")] == [run.name]
 
 
-def test_the_source_may_be_read_only_and_modules_in_the_current_directory_are_not_imported(tmp_path) -> None:
+def test_the_source_may_be_read_only_and_modules_in_the_current_directory_are_not_imported(tmp_path):
     """Nor do the ranks of a job of a sweep import them, which is forked from a server started by `python -c`."""
     source, here = tmp_path / "source", tmp_path / "here"
     for room in ("runner", "models", "conf"):
@@ -132,7 +131,7 @@ def test_the_source_may_be_read_only_and_modules_in_the_current_directory_are_no
     assert "not ours" not in (run / "config.yaml").read_text()
 
 
-def test_a_refusal_removes_the_directories_that_were_made_for_it(tmp_path) -> None:
+def test_a_refusal_removes_the_directories_that_were_made_for_it(tmp_path):
     """The run directory is created before the model is refused; `outputs` existed before the command."""
     too_small = (*TINY_CPU, "model=convnet", "model.kernel_size=31")
     (tmp_path / "outputs").mkdir()
@@ -154,23 +153,23 @@ def test_a_refusal_removes_the_directories_that_were_made_for_it(tmp_path) -> No
     ([f"name={'x' * 55}", f"experiment={'y' * 40}", "seed=1"], f"007-name={'x' * 55},experiment={'y' * 40}"),
     ([f"name={'x' * 80}", f"experiment={'y' * 40}", "seed=1"], f"007-name={'x' * 80}"),
 )
-def test_the_name_of_a_job_contains_its_overrides(overrides: list[str], name: str) -> None:
+def test_the_name_of_a_job_contains_its_overrides(overrides, name):
     assert directory.job_name(7, overrides) == name
 
 
-def test_the_name_of_a_job_of_a_sweep_has_only_what_differs_between_jobs() -> None:
+def test_the_name_of_a_job_of_a_sweep_has_only_what_differs_between_jobs():
     overrides = ["optimizer.lr=0.1", "seed=1", "epochs=3", "device=cpu"]
     assert directory.job_name(7, overrides, {"seed", "optimizer.lr"}) == "007-optimizer.lr=0.1,seed=1"
 
 
 @pytest.mark.parametrize("letter", ["x", "😀"])
-def test_the_name_of_a_job_fits_into_a_directory(letter: str, tmp_path) -> None:
+def test_the_name_of_a_job_fits_into_a_directory(letter, tmp_path):
     name = directory.job_name(7, [f"name={letter * 500}"])
     assert 100 < len(name.encode()) <= 120
     assert directory.create(tmp_path, name).is_dir()
 
 
-def test_names_sort_by_time() -> None:
+def test_names_sort_by_time():
     names = [directory.unique_name(words) for words in (["seed=1"], [], ["a=1"]) * 5]
     assert all(NAME.match(name) for name in names)
     assert sorted(names) == names, "also those of the same second"
@@ -193,7 +192,7 @@ STAMP = "2026-01-02_03-04-05-a1b2c3"
     ),
     ([f"data.root={'日' * 100}"], f"{STAMP}-data.root={'日' * 16}"),
 )
-def test_the_name_of_a_run_contains_its_overrides(overrides: list[str], name: str, monkeypatch) -> None:
+def test_the_name_of_a_run_contains_its_overrides(overrides, name, monkeypatch):
     monkeypatch.setattr(time, "strftime", lambda *_: FIXED_TIME)
     monkeypatch.setattr(time, "time_ns", lambda: 0xA1B2C * 1000)
     monkeypatch.setattr(directory.secrets, "token_hex", lambda _: "3f")
@@ -213,7 +212,7 @@ DAMAGED_RESULTS = [
 
 
 @pytest.mark.parametrize("text", DAMAGED_RESULTS, ids=range(len(DAMAGED_RESULTS)))
-def test_a_damaged_result_is_empty(text: str, tmp_path) -> None:
+def test_a_damaged_result_is_empty(text, tmp_path):
     path = tmp_path / directory.RESULT
     path.write_text('{"status": "done", "steps": 1, "seconds": 2, "best": {"metric": "a", "step": 1, "value": 0.5}}')
     assert directory.read_result(tmp_path)["steps"] == 1
@@ -224,7 +223,7 @@ def test_a_damaged_result_is_empty(text: str, tmp_path) -> None:
 PLACES = (directory.RESULT, "log.txt", ".lock", "checkpoints", "checkpoints/x/y", "wandb", "checkpoints/wandb/x")
 
 
-def test_links_are_accepted_where_wandb_makes_them(tmp_path) -> None:
+def test_links_are_accepted_where_wandb_makes_them(tmp_path):
     logs = tmp_path / "wandb" / "offline-run-20260131_120000-abc" / "logs"
     logs.mkdir(parents=True)
     (logs / "debug-core.log").symlink_to("/dev/null")
@@ -234,7 +233,7 @@ def test_links_are_accepted_where_wandb_makes_them(tmp_path) -> None:
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("make", [lambda path: path.symlink_to("/dev/null"), os.mkfifo], ids=["link", "pipe"])
-def test_a_run_directory_has_only_regular_files(make: Callable[[Path], None], place: str, tmp_path) -> None:
+def test_a_run_directory_has_only_regular_files(make, place, tmp_path):
     directory.check_regular(tmp_path)
     path = tmp_path / place
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -245,7 +244,7 @@ def test_a_run_directory_has_only_regular_files(make: Callable[[Path], None], pl
 
 
 @pytest.mark.parametrize("name", ["log.txt", "profile/simple.txt", ".lock"])
-def test_files_that_a_run_writes_to_have_no_other_hard_link(name: str, tmp_path) -> None:
+def test_files_that_a_run_writes_to_have_no_other_hard_link(name, tmp_path):
     """A checkpoint is replaced and never written to: programs that find equal files may have linked its files."""
     (tmp_path / "elsewhere").touch()
     run, checkpoint = tmp_path / "run", tmp_path / "run" / "checkpoints" / "step_00000001"
@@ -259,7 +258,7 @@ def test_files_that_a_run_writes_to_have_no_other_hard_link(name: str, tmp_path)
     assert refusal.value.filename == str(run / name)
 
 
-def test_directories_that_are_nested_too_deeply_are_refused(tmp_path) -> None:
+def test_directories_that_are_nested_too_deeply_are_refused(tmp_path):
     deep = tmp_path.joinpath(*["d"] * 50)
     deep.mkdir(parents=True)
     directory.check_regular(tmp_path)
@@ -268,7 +267,7 @@ def test_directories_that_are_nested_too_deeply_are_refused(tmp_path) -> None:
         directory.check_regular(tmp_path)
 
 
-def test_lock_does_not_follow_a_link(tmp_path) -> None:
+def test_lock_does_not_follow_a_link(tmp_path):
     (tmp_path / "victim").write_text("mine")
     (tmp_path / ".lock").symlink_to(tmp_path / "victim")
     with pytest.raises(OSError):
@@ -276,7 +275,7 @@ def test_lock_does_not_follow_a_link(tmp_path) -> None:
     assert (tmp_path / "victim").read_text() == "mine"
 
 
-def test_a_directory_is_locked_until_its_process_ends_however_it_ends(tmp_path) -> None:
+def test_a_directory_is_locked_until_its_process_ends_however_it_ends(tmp_path):
     context = multiprocessing.get_context("forkserver")
     locked = context.Event()
     holder = context.Process(target=hold_lock, args=(tmp_path, locked))

@@ -29,7 +29,7 @@ def plain(tmp_path) -> Path:
 
 
 @pytest.mark.parametrize("is_zip", [True, False])  # False: the format before PyTorch 1.6
-def test_plain_values_and_tied_and_sliced_tensors_are_loaded(tmp_path, is_zip: bool) -> None:
+def test_plain_values_and_tied_and_sliced_tensors_are_loaded(tmp_path, is_zip):
     tensor = torch.arange(10_000.0)
     tensors = {"a": tensor, "b": [tensor, tensor[::2]], "c": torch.nn.Parameter(tensor.view(100, 100).mT)}
     plain = {"b": [1, 2.5, "c", None, True, {1, 2}], "d": {"e": (1 + 2j,)}}
@@ -40,7 +40,7 @@ def test_plain_values_and_tied_and_sliced_tensors_are_loaded(tmp_path, is_zip: b
     assert torch.equal(loaded["tensors"]["c"], tensors["c"])
 
 
-def test_a_compressed_archive_is_refused(tmp_path) -> None:
+def test_a_compressed_archive_is_refused(tmp_path):
     torch.save({"a": torch.zeros(1_000_000)}, tmp_path / "large.pt")
     rewritten(tmp_path / "large.pt", tmp_path / "bomb.pt", lambda _, data: data, zipfile.ZIP_DEFLATED)
     assert (tmp_path / "bomb.pt").stat().st_size < 100_000
@@ -48,7 +48,7 @@ def test_a_compressed_archive_is_refused(tmp_path) -> None:
         load_tensors(tmp_path / "bomb.pt")
 
 
-def test_entries_that_share_their_bytes_are_refused(plain: Path, monkeypatch) -> None:
+def test_entries_that_share_their_bytes_are_refused(plain, monkeypatch):
     """The central directory of the archive says that each entry is as large as the file."""
     size, original = plain.stat().st_size, zipfile.ZipFile.infolist
 
@@ -64,7 +64,7 @@ def test_entries_that_share_their_bytes_are_refused(plain: Path, monkeypatch) ->
 
 
 @pytest.mark.parametrize("claim", [b"J\xff\xff\xff\x0f", b"K\x05", b"K\x00", b"J\xff\xff\xff\xff"])
-def test_a_storage_cannot_claim_other_sizes_than_it_has(plain: Path, tmp_path, claim: bytes) -> None:
+def test_a_storage_cannot_claim_other_sizes_than_it_has(plain, tmp_path, claim):
     forged = tmp_path / "forged.pt"
     rewritten(plain, forged, lambda _, data: data.replace(NUMEL, claim + NUMEL[2:]))
     assert claim + NUMEL[2:] in forged.read_bytes()
@@ -76,7 +76,7 @@ def test_a_storage_cannot_claim_other_sizes_than_it_has(plain: Path, tmp_path, c
 
 
 @pytest.mark.parametrize("name", ["_codecs\nencode", "posix\nsystem"])
-def test_a_pickle_that_names_other_functions_is_refused(plain: Path, tmp_path, name: str) -> None:
+def test_a_pickle_that_names_other_functions_is_refused(plain, tmp_path, name):
     bomb = b"\x80\x02c" + name.encode() + b"\nJ\x00\x00\x00\x70\x85R."
     for entry in ("data.pkl", "DATA.PKL"):
         forged = tmp_path / "forged.pt"
@@ -89,7 +89,7 @@ def test_a_pickle_that_names_other_functions_is_refused(plain: Path, tmp_path, n
             load_tensors(forged)
 
 
-def test_a_bare_pickle_is_refused(tmp_path) -> None:
+def test_a_bare_pickle_is_refused(tmp_path):
     (tmp_path / "file.pt").write_bytes(pickle.dumps(Path("x"), protocol=2))
     with pytest.raises(pickle.UnpicklingError):
         load_tensors(tmp_path / "file.pt")
@@ -120,7 +120,7 @@ HUGE: dict[str, Any] = {
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("is_zip", [True, False])
 @pytest.mark.parametrize("kind", HUGE)
-def test_a_tensor_that_is_larger_than_the_file_is_refused(tmp_path, kind: str, is_zip: bool) -> None:
+def test_a_tensor_that_is_larger_than_the_file_is_refused(tmp_path, kind, is_zip):
     torch.save({"a": torch.zeros(2), "b": HUGE[kind]}, tmp_path / "file.pt", _use_new_zipfile_serialization=is_zip)
     with pytest.raises(UnusualFileError, match="without its values"):
         load_tensors(tmp_path / "file.pt")
@@ -128,14 +128,14 @@ def test_a_tensor_that_is_larger_than_the_file_is_refused(tmp_path, kind: str, i
 
 @pytest.mark.parametrize("call", [Call(bytearray, 10**8), Call(torch._utils._rebuild_nested_tensor, 1, 2, 3, 4)])
 @pytest.mark.parametrize("is_zip", [True, False])
-def test_harmful_functions_that_torch_load_allows_are_refused(tmp_path, call: Call, is_zip: bool) -> None:
+def test_harmful_functions_that_torch_load_allows_are_refused(tmp_path, call, is_zip):
     torch.save({"a": torch.zeros(2), "b": call}, tmp_path / "file.pt", _use_new_zipfile_serialization=is_zip)
     with pytest.raises(UnusualFileError, match=call.call[0].__name__[-12:]):
         load_tensors(tmp_path / "file.pt")
 
 
 @pytest.mark.parametrize(("depth", "width"), [(60, 2), (150, 1)])
-def test_a_small_file_with_many_nested_values_is_refused(tmp_path, depth: int, width: int, monkeypatch) -> None:
+def test_a_small_file_with_many_nested_values_is_refused(tmp_path, depth, width, monkeypatch):
     monkeypatch.setattr("runner.storage.safe_torch_load._MAX_VALUES", 30_000)  # three million take seconds
     value: list = []
     for _ in range(depth):

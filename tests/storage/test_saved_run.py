@@ -18,13 +18,13 @@ VALUES: list[Any] = [*TEXTS, *NUMBERS, [], [1, [2.5]], {"a": {}}, [0] * 5000]
 
 
 @pytest.mark.parametrize("value", VALUES, ids=range(len(VALUES)))
-def test_a_value_is_read_as_it_was_written_with_its_type(value: Any) -> None:
+def test_a_value_is_read_as_it_was_written_with_its_type(value):
     config = {"key": value, "node": {"list": [value, 1, None]}}
     saved = saved_run.parse_config(saved_run.config_text(config).encode())
     assert (saved, type(saved["key"])) == (config, type(value))
 
 
-def test_a_changed_or_truncated_file_is_refused() -> None:
+def test_a_changed_or_truncated_file_is_refused():
     text = saved_run.config_text({"optimizer": {"lr": 0.2}, "steps": 60})
     changed = [text.replace(*change) for change in (("0.2", "0.3"), ("steps: 60\n", ""), ("60", "61"))]
     for other in (*changed, *(text[:length] for length in range(len(text) - 1))):
@@ -49,7 +49,7 @@ def sealed(content: bytes) -> bytes:
     b"a: " + b"9" * 5_000,
     ids=lambda content: content[:20].decode(errors="replace"),
 )
-def test_anything_but_plain_values_is_refused(content: bytes) -> None:
+def test_anything_but_plain_values_is_refused(content):
     with pytest.raises(saved_run.UnreadableConfigError):
         saved_run.parse_config(content if content == b"\xff\xfe" else sealed(content))
 
@@ -59,7 +59,7 @@ def test_anything_but_plain_values_is_refused(content: bytes) -> None:
     b"a: &x [1]\nb: [" + b"*x, " * 200_000 + b"]",
     ids=["deep", "repeated"],
 )
-def test_a_file_of_a_megabyte_is_refused_in_seconds(content: bytes) -> None:
+def test_a_file_of_a_megabyte_is_refused_in_seconds(content):
     begun = time.process_time()
     with pytest.raises(saved_run.UnreadableConfigError):
         saved_run.parse_config(sealed(content))
@@ -78,7 +78,7 @@ def run(tmp_path) -> Path:
     return path
 
 
-def test_a_run_directory_and_each_checkpoint_have_their_own_config(run: Path) -> None:
+def test_a_run_directory_and_each_checkpoint_have_their_own_config(run):
     assert saved_run.saved_config(run) == ({"lr": 30}, run / "config.yaml", [])
     for step, checkpoint in zip((10, 20), saved_run.checkpoints(run), strict=True):
         assert saved_run.saved_config(checkpoint) == ({"lr": step}, checkpoint / "config.yaml", [])
@@ -87,7 +87,7 @@ def test_a_run_directory_and_each_checkpoint_have_their_own_config(run: Path) ->
         assert saved_run.saved_config(checkpoint).values == {"lr": 30}
 
 
-def test_a_damaged_config_is_replaced_by_the_newest_copy(run: Path) -> None:
+def test_a_damaged_config_is_replaced_by_the_newest_copy(run):
     (run / "config.yaml").write_bytes(sealed(b"a: !<tag:%1b]0;title%07> b"))
     values, file, [reason] = saved_run.saved_config(run)
     assert (values, file) == ({"lr": 20}, saved_run.checkpoints(run)[1] / "config.yaml")
@@ -100,7 +100,7 @@ def test_a_damaged_config_is_replaced_by_the_newest_copy(run: Path) -> None:
         saved_run.saved_config(run)
 
 
-def test_checkpoints_are_in_the_order_of_their_steps_and_not_of_their_names(run: Path) -> None:
+def test_checkpoints_are_in_the_order_of_their_steps_and_not_of_their_names(run):
     steps = (99_999_999, 100_000_000)
     for step in steps:
         path = run / "checkpoints" / f"step_{step}"
@@ -111,7 +111,7 @@ def test_checkpoints_are_in_the_order_of_their_steps_and_not_of_their_names(run:
     assert saved_run.saved_config(run).values == {"lr": 100_000_000}
 
 
-def test_only_regular_files_are_read(run: Path) -> None:
+def test_only_regular_files_are_read(run):
     (run / "config.yaml").rename(run.parent / "elsewhere")
     (run / "config.yaml").symlink_to(run.parent / "elsewhere")
     assert saved_run.saved_config(run).values == {"lr": 20}
@@ -120,7 +120,7 @@ def test_only_regular_files_are_read(run: Path) -> None:
     assert saved_run.saved_config(run).values == {"lr": 20}, "nor those that are too large"
 
 
-def test_a_linked_folder_of_checkpoints_is_not_followed(run: Path) -> None:
+def test_a_linked_folder_of_checkpoints_is_not_followed(run):
     (run / "checkpoints").rename(run.parent / "elsewhere")
     (run / "checkpoints").symlink_to(run.parent / "elsewhere")
     (run / "config.yaml").unlink()
@@ -129,7 +129,7 @@ def test_a_linked_folder_of_checkpoints_is_not_followed(run: Path) -> None:
 
 
 @pytest.mark.parametrize("secret", ["", "checkpoints"])
-def test_checkpoints_that_cannot_be_read_are_not_treated_as_missing(secret: str, run: Path) -> None:
+def test_checkpoints_that_cannot_be_read_are_not_treated_as_missing(secret, run):
     with enforced_permissions(run / secret, 0):
         with pytest.raises(ConfigError) as refused:
             saved_run.checkpoints(run)
@@ -157,7 +157,7 @@ def test_checkpoints_that_cannot_be_read_are_not_treated_as_missing(secret: str,
     (b"- !!python/object/apply:os.system [true]", []),
     (b"- &a [x, x]\n- &b [*a, *a]\n", []),
 )
-def test_overrides_are_shown_as_they_were_typed(content: bytes, wanted: list[str], tmp_path) -> None:
+def test_overrides_are_shown_as_they_were_typed(content, wanted, tmp_path):
     assert saved_run.saved_overrides(tmp_path) == [], "there is no file"
     (tmp_path / "overrides.yaml").write_bytes(content)
     assert saved_run.saved_overrides(tmp_path) == wanted

@@ -35,11 +35,11 @@ REGRESSION = {"inputs": [2], "targets": ["price"], "scale": SCALE}
     *(REGRESSION, REGRESSION | {"scale": {"targets": SCALE["targets"]}}),
     *(REGRESSION | {"columns": ["a", "b"], "data": DATA}, SIGNATURE | {"data": DATA}, {"data": DATA}),
 )
-def test_a_signature_is_read_as_it_was_written(signature: dict[str, Any], tmp_path) -> None:
+def test_a_signature_is_read_as_it_was_written(signature, tmp_path):
     assert saved_signature(saved(tmp_path, signature_text(signature))) == signature
 
 
-def test_a_checkpoint_may_have_no_signature(tmp_path) -> None:
+def test_a_checkpoint_may_have_no_signature(tmp_path):
     assert signature_text({}) == ""
     assert signature_text({"classes": ["x" * 10] * 100_000}) == "", "it would be too large to be read"
     assert saved_signature(saved(tmp_path, "")) == {}
@@ -71,7 +71,7 @@ INVALID: list[Any] = [
 
 
 @pytest.mark.parametrize("signature", INVALID, ids=range(len(INVALID)))
-def test_an_invalid_signature_is_refused(tmp_path, signature: Any) -> None:
+def test_an_invalid_signature_is_refused(tmp_path, signature):
     text = signature if isinstance(signature, str) else json.dumps(signature)
     with pytest.raises(ConfigError, match="do not trust it"):
         saved_signature(saved(tmp_path, text))
@@ -81,9 +81,7 @@ def test_an_invalid_signature_is_refused(tmp_path, signature: Any) -> None:
     (["a", "b"], ["b", "a"], ("a, b", "b, a")),
     (["x"] * 90 + ["a"] * 30, ["x"] * 90 + ["b"], (", ".join(["a"] * 20), "b")),
 )
-def test_a_refusal_has_both_lists_or_of_long_ones_what_follows_the_first_difference(
-    names: list[str], others: list[str], shown: tuple[str, str]
-) -> None:
+def test_a_refusal_has_both_lists_or_of_long_ones_what_follows_the_first_difference(names, others, shown):
     check_same_names({"classes": names}, {"classes": list(names), "columns": ["a"]})
     with pytest.raises(ConfigError) as refused:
         check_same_names({"classes": names}, {"classes": others})
@@ -91,7 +89,7 @@ def test_a_refusal_has_both_lists_or_of_long_ones_what_follows_the_first_differe
     assert refused.value.why == f"the model was trained with the classes {shown[0]}, and this data has {shown[1]}"
 
 
-def test_a_changed_file_is_damaged_unless_its_hash_is_changed_too(tmp_path) -> None:
+def test_a_changed_file_is_damaged_unless_its_hash_is_changed_too(tmp_path):
     path = saved(tmp_path, signature_text(SIGNATURE))
     (path / "model.json").write_text(signature_text(SIGNATURE | {"classes": ["one"]}))
     with pytest.raises(DamagedError):

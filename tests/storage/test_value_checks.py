@@ -60,24 +60,24 @@ BAD: list[tuple[Any, Any]] = [
 
 
 @pytest.mark.parametrize(("value", "like"), GOOD, ids=range(len(GOOD)))
-def test_a_value_of_the_same_form_is_valid(value: Any, like: Any) -> None:
+def test_a_value_of_the_same_form_is_valid(value, like):
     check_like(value, like, "it")
 
 
 @pytest.mark.parametrize(("value", "like"), BAD, ids=range(len(BAD)))
-def test_a_value_of_another_form_is_refused(value: Any, like: Any) -> None:
+def test_a_value_of_another_form_is_refused(value, like):
     with pytest.raises(UnexpectedContentError, match=r"^it"):
         check_like(value, like, "it")
 
 
-def test_the_error_names_the_value_and_the_difference() -> None:
+def test_the_error_names_the_value_and_the_difference():
     with pytest.raises(UnexpectedContentError, match=r"^state, 'w', 'step': torch.float32 \[2\] instead of .* \[\]$"):
         check_like({"w": {"step": torch.zeros(2)}}, {str: {"step": torch.zeros(())}}, "state")
     with pytest.raises(UnexpectedContentError, match=r"^state: other keys \('a', 'x'\)"):
         check_like({"x": 1}, {"a": int}, "state")
 
 
-def test_only_what_the_form_describes_is_examined() -> None:
+def test_only_what_the_form_describes_is_examined():
     value: list = []
     for _ in range(10_000):
         value = [value] * 2

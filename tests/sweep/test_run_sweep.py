@@ -24,7 +24,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("line", REFUSED)
-def test_invalid_searches_are_refused_and_leave_no_files(line: str, tmp_path) -> None:
+def test_invalid_searches_are_refused_and_leave_no_files(line, tmp_path):
     code, output = run_command("-m", *line.split("  "), cwd=tmp_path)
     assert code == 2, output
     for words in REFUSED[line]:
@@ -32,7 +32,7 @@ def test_invalid_searches_are_refused_and_leave_no_files(line: str, tmp_path) ->
     assert names_left_in(tmp_path) == set()
 
 
-def test_a_search_of_which_a_trial_diverges_prints_a_command_that_reproduces_the_best_one(tmp_path) -> None:
+def test_a_search_of_which_a_trial_diverges_prints_a_command_that_reproduces_the_best_one(tmp_path):
     wild = ("data.crop=0", "schedule=constant", "batch_size=32", "steps=40", "log_every=10", "output_root=runs")
     code, output = run_command(*TINY_CPU, "-m", "optimizer.lr=0.1,900", *wild, "sweep.search=grid", cwd=tmp_path)
     [path] = tmp_path.glob("runs/sweeps/classifier/*")
@@ -59,7 +59,7 @@ OTHERS = [("a sweep", signal.SIGTERM), ("a search", signal.SIGKILL)]
     *(("a sweep", signal.SIGKILL), ("a search", signal.SIGTERM)),
     *(pytest.param(*each, marks=pytest.mark.slow) for each in OTHERS),
 )
-def test_a_stopped_sweep_resumes_where_it_was_stopped(kind: str, sent: signal.Signals, tmp_path, monkeypatch) -> None:
+def test_a_stopped_sweep_resumes_where_it_was_stopped(kind, sent, tmp_path, monkeypatch):
     """The resumed sweep keeps the directories of its jobs, although the sweep was started without `resume=auto`."""
     monkeypatch.chdir(tmp_path)
     words = (*TINY_CPU, "-m", *STOPPED[kind], "steps=60", "save_every=20", "eval_every=0", "output_root=runs")

@@ -31,7 +31,7 @@ def assert_done(directory: Path, num_steps: int, metric: str) -> None:
     assert "ERROR" not in logged
 
 
-def test_a_run_is_trained_without_any_standard_stream(tmp_path) -> None:
+def test_a_run_is_trained_without_any_standard_stream(tmp_path):
     ended = run_in_shell(f" {' '.join(TINY_CPU)} steps=1 <&- >&- 2>&-", tmp_path)
     assert ended.returncode == 0, ended.stderr
     [path] = tmp_path.glob("outputs/classifier/*")
@@ -39,7 +39,7 @@ def test_a_run_is_trained_without_any_standard_stream(tmp_path) -> None:
 
 
 @FULL
-def test_all_jobs_of_a_sweep_run_whatever_its_console_is_and_it_fails_if_one_does(tmp_path) -> None:
+def test_all_jobs_of_a_sweep_run_whatever_its_console_is_and_it_fails_if_one_does(tmp_path):
     words = "steps=1 optimizer.lr=0.1,-1,0.2 sweep.slots=1"
     ended = run_in_shell(f" -m {' '.join(TINY_CPU)} {words} 2>/dev/full | true", tmp_path)
     assert ended.returncode == 2, ended.stderr
@@ -50,7 +50,7 @@ def test_all_jobs_of_a_sweep_run_whatever_its_console_is_and_it_fails_if_one_doe
 
 @FULL
 @pytest.mark.parametrize("command", [" --help", " --cfg job", " runs ."])
-def test_a_command_that_only_prints_fails_if_it_cannot_but_not_if_its_reader_leaves(command: str, tmp_path) -> None:
+def test_a_command_that_only_prints_fails_if_it_cannot_but_not_if_its_reader_leaves(command, tmp_path):
     folder = tmp_path.joinpath(*["a" * 200] * 10)
     for number in range(40):  # the output of `runs` is larger than the buffer of a pipe
         write_run_directory(folder / str(number), status="crashed", error="why")
@@ -65,7 +65,7 @@ def test_a_command_that_only_prints_fails_if_it_cannot_but_not_if_its_reader_lea
     (" --help", {"PYTHONIOENCODING": "", "LC_ALL": "C"}),
     (" --cfg job name=ü", {"PYTHONIOENCODING": "ascii"}),
 )
-def test_characters_that_a_console_lacks_are_escaped(command: str, variables: dict[str, str], tmp_path) -> None:
+def test_characters_that_a_console_lacks_are_escaped(command, variables, tmp_path):
     ended = run_in_shell(command, tmp_path, PYTHONUTF8="0", **variables)
     assert (ended.returncode, ended.stderr) == (0, "")
     assert ended.stdout.isascii()
@@ -85,7 +85,7 @@ for name in COMMANDS:
 """
 
 
-def test_the_help_of_each_command_is_printed_on_a_console_with_ascii_only(tmp_path) -> None:
+def test_the_help_of_each_command_is_printed_on_a_console_with_ascii_only(tmp_path):
     words, variables = [sys.executable, "-c", HELP_OF_EACH_COMMAND], {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
     printed = subprocess.check_output(words, cwd=tmp_path, env=child_environment(**variables))
     assert printed.isascii()
@@ -93,7 +93,7 @@ def test_the_help_of_each_command_is_printed_on_a_console_with_ascii_only(tmp_pa
 
 
 @FULL
-def test_ranks_train_although_what_their_environments_print_can_be_neither_encoded_nor_written(tmp_path) -> None:
+def test_ranks_train_although_what_their_environments_print_can_be_neither_encoded_nor_written(tmp_path):
     agent = "workload=dqn env.id=helpers.talking_env:Talking-v0 env.num_envs=2 device=cpu parallel=ddp"
     words = f" {agent} steps=2 workload.warm_up=100 workload.eval_episodes=2 >/dev/full"
     ended = run_in_shell(words, tmp_path, PYTHONUTF8="0", PYTHONIOENCODING="ascii")

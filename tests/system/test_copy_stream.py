@@ -17,7 +17,7 @@ def host(cuda: FakeCuda, number: int) -> Any:
     return FakeTensor(cuda, f"x{number}"), FakeTensor(cuda, f"y{number}")
 
 
-def test_nothing_is_copied_within_one_device() -> None:
+def test_nothing_is_copied_within_one_device():
     stream, tensors = copy_stream(SECOND_CUDA, SECOND_CUDA), (torch.ones(2), torch.zeros(3))
     assert type(stream) is NoCopy
     received = stream.receive(stream.send(tensors))
@@ -25,7 +25,7 @@ def test_nothing_is_copied_within_one_device() -> None:
     stream.close()
 
 
-def test_a_copy_runs_on_its_own_stream_and_the_compute_stream_waits_for_it_alone() -> None:
+def test_a_copy_runs_on_its_own_stream_and_the_compute_stream_waits_for_it_alone():
     cuda = FakeCuda()
     stream = CopyStream(CUDA, cuda)
     transfer = stream.send(host(cuda, 1))
@@ -41,7 +41,7 @@ def test_a_copy_runs_on_its_own_stream_and_the_compute_stream_waits_for_it_alone
     ], "and the memory is not used again before the computing stream has read it"
 
 
-def test_host_memory_is_kept_until_its_copy_is_done() -> None:
+def test_host_memory_is_kept_until_its_copy_is_done():
     cuda = FakeCuda()
     stream = CopyStream(CUDA, cuda)
     for number in (1, 2, 3):
@@ -56,7 +56,7 @@ def test_host_memory_is_kept_until_its_copy_is_done() -> None:
     assert not {"x3", "x4"} & FakeTensor.alive
 
 
-def test_a_peer_copy_waits_for_its_source_and_blocks_neither_compute_stream() -> None:
+def test_a_peer_copy_waits_for_its_source_and_blocks_neither_compute_stream():
     cuda = FakeCuda()
     stream = copy_stream(SECOND_CUDA, CUDA, cuda)
     assert isinstance(stream, PeerCopyStream)
@@ -77,7 +77,7 @@ def test_a_peer_copy_waits_for_its_source_and_blocks_neither_compute_stream() ->
 
 
 @pytest.mark.gpu
-def test_copies_arrive_complete_on_a_busy_device() -> None:
+def test_copies_arrive_complete_on_a_busy_device():
     device = torch.device("cuda")
     stream = CopyStream(device)
     weights, sums = torch.randn(4096, 4096, device=device), []

@@ -13,7 +13,7 @@ from runner.config.options import groups
 from runner.system.fake_tensors import fake_process_group, fake_tensors
 
 
-def test_a_module_is_moved_converted_and_copied_without_values() -> None:
+def test_a_module_is_moved_converted_and_copied_without_values():
     with fake_tensors() as mode:
         network = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4))
         network.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
@@ -26,7 +26,7 @@ def test_a_module_is_moved_converted_and_copied_without_values() -> None:
         assert isinstance(copied[0].weight, torch.nn.Parameter)
 
 
-def test_collectives_of_a_fake_group_return_at_once_and_the_patches_of_torch_are_undone_afterwards() -> None:
+def test_collectives_of_a_fake_group_return_at_once_and_the_patches_of_torch_are_undone_afterwards():
     before = torch.nn.Module._apply
     with fake_process_group(1, 3):
         assert (distributed.get_rank(), distributed.get_world_size()) == (1, 3)
@@ -42,7 +42,7 @@ def test_collectives_of_a_fake_group_return_at_once_and_the_patches_of_torch_are
 
 @pytest.mark.parametrize("optimizer", groups()["optimizer"])
 @pytest.mark.parametrize("fused", ["true", "false"])
-def test_optimizers_update_fake_tensors_without_creating_real_tensors(optimizer: str, fused: str, monkeypatch) -> None:
+def test_optimizers_update_fake_tensors_without_creating_real_tensors(optimizer, fused, monkeypatch):
     def fail(_: Any, func: Any, *__: Any) -> None:
         pytest.fail(f"{func} creates tensors with values")
 

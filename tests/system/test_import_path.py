@@ -10,7 +10,7 @@ from helpers.command import ROOT, child_environment
 from runner.system.import_path import is_installed
 
 
-def test_ranks_import_the_copy_of_the_project_that_a_script_imports(tmp_path) -> None:
+def test_ranks_import_the_copy_of_the_project_that_a_script_imports(tmp_path):
     """Another copy is in the working directory and on PYTHONPATH, and ends any process that imports it."""
     other = tmp_path / "other" / "runner"
     other.mkdir(parents=True)
@@ -27,7 +27,7 @@ def test_ranks_import_the_copy_of_the_project_that_a_script_imports(tmp_path) ->
     assert json.loads(result.read_text())["world_size"] == 2
 
 
-def test_a_directory_without_init_file_is_not_an_installed_package(tmp_path, monkeypatch) -> None:
+def test_a_directory_without_init_file_is_not_an_installed_package(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "some_folder").mkdir()
     (tmp_path / "some_package").mkdir()

@@ -44,7 +44,7 @@ def machine(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
-def test_the_processor_is_described(machine: Path) -> None:
+def test_the_processor_is_described(machine):
     found = processor.cpu()
     assert (found["model"], found["physical_cores"], found["quota_cores"]) == ("Fast CPU", 4, None)
     assert found["features"] == ["avx2", "amx_bf16"]
@@ -57,9 +57,7 @@ def test_the_processor_is_described(machine: Path) -> None:
     ("/outer/inner", {"outer/inner": "max", "outer": "150000", "": "400000"}, 1.5),
     ("/docker/0123", {"": "50000", "..": "1"}, 0.5),  # the path on the host of a container; and not outside /sys,
 )
-def test_the_smallest_cpu_quota_of_the_group_and_its_ancestors_applies(
-    group: str, limits: dict[str, str], quota: float, machine: Path
-) -> None:
+def test_the_smallest_cpu_quota_of_the_group_and_its_ancestors_applies(group, limits, quota, machine):
     (machine / "proc" / "self" / "cgroup").write_text(f"0::{group}\n")
     for name, limit in limits.items():
         (machine / "cgroup" / name / "cpu.max").write_text(f"{limit} 100000\n")
@@ -67,7 +65,7 @@ def test_the_smallest_cpu_quota_of_the_group_and_its_ancestors_applies(
     assert len(processor.usable_core_numbers()) == 1
 
 
-def test_the_time_in_which_threads_wait_for_a_core_is_that_of_all_of_them(machine: Path) -> None:
+def test_the_time_in_which_threads_wait_for_a_core_is_that_of_all_of_them(machine):
     assert processor.seconds_without_core() is None, "the system does not tell"
     for thread, waited in (("7", "1500000000"), ("9", "250000000")):
         path = machine / "proc" / "self" / "task" / thread / "schedstat"
@@ -76,7 +74,7 @@ def test_the_time_in_which_threads_wait_for_a_core_is_that_of_all_of_them(machin
     assert processor.seconds_without_core() == 1.75
 
 
-def test_values_that_the_system_does_not_report_are_none(machine: Path, monkeypatch) -> None:
+def test_values_that_the_system_does_not_report_are_none(machine, monkeypatch):
     for path in ("proc/cpuinfo", "proc/self/cgroup"):
         (machine / path).unlink()
     monkeypatch.setattr(psutil, "cpu_count", lambda logical=True: None)
@@ -85,7 +83,7 @@ def test_values_that_the_system_does_not_report_are_none(machine: Path, monkeypa
     assert found["model"] == processor.cpu_model() != ""
 
 
-def test_the_cores_of_this_process_are_those_of_the_affinity_mask(monkeypatch) -> None:
+def test_the_cores_of_this_process_are_those_of_the_affinity_mask(monkeypatch):
     monkeypatch.setattr(processor, "_quota_cores", lambda: None)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {1, 5, 7}, raising=False)
     assert processor.usable_core_numbers() == [1, 5, 7]
@@ -94,7 +92,7 @@ def test_the_cores_of_this_process_are_those_of_the_affinity_mask(monkeypatch) -
 
 
 @linux
-def test_the_peak_stays_until_it_is_reset_which_frees_reference_cycles() -> None:
+def test_the_peak_stays_until_it_is_reset_which_frees_reference_cycles():
     node: Any = type("Node", (), {})()
     node.itself, left = node, weakref.ref(node)
     del node
@@ -114,7 +112,7 @@ def test_the_peak_stays_until_it_is_reset_which_frees_reference_cycles() -> None
 
 
 @pytest.mark.parametrize(("platform", "unit"), [("darwin", 1), ("freebsd", 1024)])
-def test_without_proc_the_peak_is_that_of_getrusage(tmp_path, monkeypatch, platform: str, unit: int) -> None:
+def test_without_proc_the_peak_is_that_of_getrusage(tmp_path, monkeypatch, platform, unit):
     monkeypatch.setattr(memory, "_PROC", tmp_path)
     monkeypatch.setattr(sys, "platform", platform)
     memory.reset_peak(CPU)
@@ -124,7 +122,7 @@ def test_without_proc_the_peak_is_that_of_getrusage(tmp_path, monkeypatch, platf
     assert memory.usage(CPU)["memory/peak"] == pytest.approx(peak)
 
 
-def test_host_memory_is_in_bytes_and_a_limit_above_the_total_is_none(machine: Path) -> None:
+def test_host_memory_is_in_bytes_and_a_limit_above_the_total_is_none(machine):
     group = machine / "cgroup" / "outer"
     (group / "inner" / "memory.max").write_text("max\n")
     for limit, found in ((None, None), (2048, 2048), (1_024_000, None)):
@@ -136,7 +134,7 @@ def test_host_memory_is_in_bytes_and_a_limit_above_the_total_is_none(machine: Pa
         }  # fmt: skip
 
 
-def test_what_the_control_group_uses_is_not_available(machine: Path) -> None:
+def test_what_the_control_group_uses_is_not_available(machine):
     """The group has 5,000 bytes, of which it uses 1,300; 300 of these are cached files. Its parent has 4,500 left."""
     groups = machine / "cgroup"
     inner, outer = groups / "outer" / "inner", groups / "outer"
@@ -155,7 +153,7 @@ def test_what_the_control_group_uses_is_not_available(machine: Path) -> None:
 
 
 @pytest.mark.skipif(memory._glibc() is None, reason="the C library is not glibc")
-def test_freed_blocks_are_used_again_and_returned_at_the_end() -> None:
+def test_freed_blocks_are_used_again_and_returned_at_the_end():
     def fill() -> int:
         """Allocate and free 128 MiB, 32,768 pages, and return the number of page faults."""
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -171,7 +169,7 @@ def test_freed_blocks_are_used_again_and_returned_at_the_end() -> None:
 
 
 @pytest.mark.gpu
-def test_memory_usage_on_cuda_is_that_of_the_allocator() -> None:
+def test_memory_usage_on_cuda_is_that_of_the_allocator():
     device = torch.device("cuda", 0)
     memory.reset_peak(device)
     before, allocated = memory.usage(device), torch.cuda.memory_allocated(device)
@@ -191,7 +189,7 @@ def test_memory_usage_on_cuda_is_that_of_the_allocator() -> None:
 
 
 @pytest.mark.gpu
-def test_the_memory_is_written_if_it_runs_out(tmp_path) -> None:
+def test_the_memory_is_written_if_it_runs_out(tmp_path):
     recorded = Device("cuda", memory_snapshot=True).memory_recorded(tmp_path / "memory.pickle")
     with pytest.raises(torch.OutOfMemoryError), recorded:
         torch.empty(2**50, dtype=torch.uint8, device="cuda")

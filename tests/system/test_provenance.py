@@ -30,7 +30,7 @@ def checkout(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
-def test_environment_is_json_with_every_part() -> None:
+def test_environment_is_json_with_every_part():
     report = json.loads(json.dumps(provenance.environment()))
     parts = ["command", "source", "versions", "variables", "cpu", "memory", "devices", "findings"]
     assert list(report) == parts
@@ -39,7 +39,7 @@ def test_environment_is_json_with_every_part() -> None:
         assert report["source"]["commit"] == git(ROOT, "rev-parse", "HEAD"), "of this project"
 
 
-def test_the_commit_is_found_and_a_changed_or_new_file_makes_it_dirty(checkout: Path) -> None:
+def test_the_commit_is_found_and_a_changed_or_new_file_makes_it_dirty(checkout):
     assert provenance.source(checkout) == {"commit": git(checkout, "rev-parse", "HEAD"), "dirty": False}
     (checkout / "a.py").write_text("2\n")
     assert provenance.source(checkout)["dirty"]
@@ -48,7 +48,7 @@ def test_the_commit_is_found_and_a_changed_or_new_file_makes_it_dirty(checkout: 
     assert provenance.source(checkout) == {"commit": git(checkout, "rev-parse", "HEAD"), "dirty": True}
 
 
-def test_the_source_without_a_repository_a_commit_or_git_or_in_a_git_hook(checkout: Path, monkeypatch) -> None:
+def test_the_source_without_a_repository_a_commit_or_git_or_in_a_git_hook(checkout, monkeypatch):
     empty = checkout / "empty"
     empty.mkdir()
     assert provenance.source(empty) is None  # although it lies inside a checkout
@@ -65,12 +65,12 @@ def test_the_source_without_a_repository_a_commit_or_git_or_in_a_git_hook(checko
     (["/somewhere/runner/__main__.py", "name=a b", "lr=1"], "python -m runner 'name=a b' lr=1"),
     (["runner", os.fsdecode(b"data.root=a\xff b")], "runner 'data.root=a\\xff b'"),
 )
-def test_the_command_can_be_typed_again(argv: list[str], expected: str, monkeypatch) -> None:
+def test_the_command_can_be_typed_again(argv, expected, monkeypatch):
     monkeypatch.setattr(sys, "argv", argv)
     assert provenance.command() == expected
 
 
-def test_secrets_are_hidden_in_the_command_and_the_variables(monkeypatch) -> None:
+def test_secrets_are_hidden_in_the_command_and_the_variables(monkeypatch):
     words = ["data.root=https://ann:s3cret@host/x", "data.token=s3 cret,x", "--auth-token", "s3cret", "lr=1"]
     monkeypatch.setattr(sys, "argv", ["/somewhere/bin/runner", *words])
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "https://ann:s3cret@host")

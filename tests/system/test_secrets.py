@@ -70,24 +70,24 @@ ORDINARY = (
 
 
 @pytest.mark.parametrize("what", HIDDEN)
-def test_credentials_are_hidden_in_texts(what: str) -> None:
+def test_credentials_are_hidden_in_texts(what):
     text, expected = HIDDEN[what]
     assert redacted(text) == expected
     assert redacted(expected) == expected
 
 
 @pytest.mark.parametrize("text", ORDINARY)
-def test_ordinary_texts_are_unchanged(text: str) -> None:
+def test_ordinary_texts_are_unchanged(text):
     assert redacted(text) == text
 
 
-def test_the_options_and_guides_of_the_project_are_unchanged() -> None:
+def test_the_options_and_guides_of_the_project_are_unchanged():
     docs = Path(__file__).parents[2] / "docs"
     for path in (*CONF.rglob("*.yaml"), *docs.rglob("*.md")):
         assert redacted(path.read_text(encoding="utf-8")) == path.read_text(encoding="utf-8"), path
 
 
-def test_credentials_are_hidden_in_configs_and_the_config_is_not_changed() -> None:
+def test_credentials_are_hidden_in_configs_and_the_config_is_not_changed():
     config = {
         "lr": 0.1,
         "tokens": 5,
@@ -108,7 +108,7 @@ def test_credentials_are_hidden_in_configs_and_the_config_is_not_changed() -> No
     assert repr(config) == before
 
 
-def test_the_whole_value_of_an_override_is_hidden() -> None:
+def test_the_whole_value_of_an_override_is_hidden():
     overrides = ["lr=0.1,0.2", "+data.password=a b,'c'&d", "data.token=null", "~data.token", "data.root='a b'"]
     assert redacted_values(overrides) == [
         "lr=0.1,0.2", "+data.password=***", "data.token=null", "~data.token", "data.root='a b'",
@@ -119,7 +119,7 @@ PARTS = ("a", "a.", " ", "token", "token=", 'token="', "://", "://a:", " sk-", "
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_a_long_text_takes_linear_time(part: str) -> None:
+def test_a_long_text_takes_linear_time(part):
     begun = time.process_time()
     assert redacted(part * (200_000 // len(part)) + f" hf_{TOKEN}").count("k" * 20) == 0
     assert time.process_time() - begun < 5  # quadratic time would be half a minute
@@ -138,5 +138,5 @@ def test_a_long_text_takes_linear_time(part: str) -> None:
     (os.fsdecode(b"\xff\x1b"), r"\xff\x1b"),
     ("a\tb\nc \xa0\u3000", "a\tb\nc \xa0\u3000"),
 )
-def test_bytes_that_are_not_utf_8_and_control_characters_are_escaped(text: str, expected: str) -> None:
+def test_bytes_that_are_not_utf_8_and_control_characters_are_escaped(text, expected):
     assert printable(text) == expected

@@ -16,7 +16,7 @@ def clock(monkeypatch) -> FakeClock:
     return clock
 
 
-def test_times_are_exclusive_and_add_up_to_the_total_even_after_an_error(clock: FakeClock) -> None:
+def test_times_are_exclusive_and_add_up_to_the_total_even_after_an_error(clock):
     timer = SectionTimer()
     clock.now += 1
     with suppress(ValueError), timer.section("evaluate"):
@@ -34,7 +34,7 @@ def test_times_are_exclusive_and_add_up_to_the_total_even_after_an_error(clock: 
     assert timer.paused() == 42, "evaluation and logs do not count as training"
 
 
-def test_waiting_for_the_device_counts_toward_the_section_that_queued_the_work(clock: FakeClock) -> None:
+def test_waiting_for_the_device_counts_toward_the_section_that_queued_the_work(clock):
     """`forward` queues 10 seconds of work on the device, which the timer waits for before it reads the clock."""
     timer, queued = SectionTimer(), [0.0]
 

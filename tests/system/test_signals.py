@@ -31,7 +31,7 @@ SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_a_signal_is_received_and_announced_and_ctrl_c_then_interrupts(number: signal.Signals, capfd) -> None:
+def test_a_signal_is_received_and_announced_and_ctrl_c_then_interrupts(number, capfd):
     with StopRequest() as stop:
         for other in (number, signal.SIGTERM, signal.SIGUSR1):  # a scheduler may send several
             os.kill(os.getpid(), other)
@@ -43,13 +43,13 @@ def test_a_signal_is_received_and_announced_and_ctrl_c_then_interrupts(number: s
 
 @pytest.mark.parametrize("place", ["exec", "destructor"])
 @pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 75)])
-def test_a_command_that_is_stopped_inside_exec_or_a_destructor_cleans_up(place: str, name: str, code: int) -> None:
+def test_a_command_that_is_stopped_inside_exec_or_a_destructor_cleans_up(place, name, code):
     ended = cli.run_program("signal_itself", place, name)
     assert (ended.returncode, ended.stdout) == (code, "cleaned up\n"), ended.stderr
     assert "Traceback" not in ended.stderr
 
 
-def test_an_ignored_sighup_stays_ignored() -> None:
+def test_an_ignored_sighup_stays_ignored():
     """`nohup` makes the command ignore SIGHUP."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
@@ -60,7 +60,7 @@ def test_an_ignored_sighup_stays_ignored() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
-def test_a_forked_child_ignores_stop_signals() -> None:
+def test_a_forked_child_ignores_stop_signals():
     with StopRequest() as stop:
         if (child := os.fork()) == 0:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -68,7 +68,7 @@ def test_a_forked_child_ignores_stop_signals() -> None:
         assert os.waitpid(child, 0)[1] == 0
 
 
-def test_the_third_ctrl_c_exits_without_a_traceback() -> None:
+def test_the_third_ctrl_c_exits_without_a_traceback():
     """It arrives while the exception that the second one raised is being handled."""
     if (child := os.fork()) == 0:
         with suppress(KeyboardInterrupt), StopRequest():
@@ -83,9 +83,7 @@ def test_the_third_ctrl_c_exits_without_a_traceback() -> None:
 
 
 @pytest.mark.parametrize(("number", "error"), [(signal.SIGTERM, SystemExit), (signal.SIGINT, KeyboardInterrupt)])
-def test_a_signal_during_a_lazy_import_ends_the_command_after_the_import(
-    number: signal.Signals, error: type[BaseException], tmp_path, monkeypatch
-) -> None:
+def test_a_signal_during_a_lazy_import_ends_the_command_after_the_import(number, error, tmp_path, monkeypatch):
     """If a signal raised an exception in Python code that C++ code calls, as torch's does, it would abort the process.
 
     The contexts are nested, as those of torch are in that of torchvision.
@@ -104,7 +102,7 @@ def test_a_signal_during_a_lazy_import_ends_the_command_after_the_import(
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_a_signal_before_training_ends_the_command(number: signal.Signals, capfd) -> None:
+def test_a_signal_before_training_ends_the_command(number, capfd):
     interrupts = number == signal.SIGINT
     with CommandSignals() as command, pytest.raises(KeyboardInterrupt if interrupts else SystemExit):
         os.kill(os.getpid(), number)
@@ -112,7 +110,7 @@ def test_a_signal_before_training_ends_the_command(number: signal.Signals, capfd
     assert capfd.readouterr().err == ("" if interrupts else f"\n{number.name}: stopped before the first step\n")
 
 
-def test_a_signal_after_training_ends_a_sweep_before_its_next_job() -> None:
+def test_a_signal_after_training_ends_a_sweep_before_its_next_job():
     """It does not end the command at once, so that the result is still written."""
     with CommandSignals():
         with StopRequest() as stop:
@@ -129,7 +127,7 @@ def test_a_signal_after_training_ends_a_sweep_before_its_next_job() -> None:
             assert next_job.received == "SIGUSR2"
 
 
-def test_handlers_are_installed_in_the_main_thread_and_restored() -> None:
+def test_handlers_are_installed_in_the_main_thread_and_restored():
     before, seen = [signal.getsignal(number) for number in SIGNALS], []
 
     def enter() -> None:
@@ -172,9 +170,7 @@ def uninterrupted(tmp_path_factory) -> dict[str, Any]:
 
 # tests/faults/test_kills.py resumes after SIGUSR2.
 @pytest.mark.parametrize("number", [number for number in SIGNALS if number != signal.SIGUSR2])
-def test_resume_after_a_signal_is_bitwise_exact(
-    number: signal.Signals, uninterrupted: dict[str, Any], tmp_path
-) -> None:
+def test_resume_after_a_signal_is_bitwise_exact(number, uninterrupted, tmp_path):
     command = cli.Command(tmp_path, *TRAINING, **WAIT_FOR_SIGNAL).wait_for_checkpoint()
     command.signal_processes(number)
     code, output = command.wait_for_all_processes()
@@ -206,7 +202,7 @@ SLOW_STEP = ("model=resnet18", "device=cpu", "device.threads=1", "batch_size=102
 """Overrides with which a step takes many seconds: it has 512 microbatches of two images."""
 
 
-def test_the_second_ctrl_c_exits_without_finishing_the_step(tmp_path) -> None:
+def test_the_second_ctrl_c_exits_without_finishing_the_step(tmp_path):
     command = cli.Command(tmp_path, *SLOW_STEP)
     cli.wait_until(
         lambda: command.command_exit_code is not None or "directory " in command.log
@@ -227,7 +223,7 @@ def test_the_second_ctrl_c_exits_without_finishing_the_step(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_a_sweep(number: signal.Signals, tmp_path) -> None:
+def test_a_signal_ends_a_sweep(number, tmp_path):
     command = cli.Command(tmp_path, *TRAINING, "-m", "seed=1,2", **WAIT_FOR_SIGNAL).wait_for_checkpoint()
     command.signal_processes(number)
     code, output = command.wait_for_all_processes()
@@ -252,7 +248,7 @@ def has_stop_handlers(pid: int) -> bool:
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGHUP, 75), (signal.SIGINT, 130)])
-def test_a_signal_during_the_imports_ends_the_command(number: signal.Signals, code: int, tmp_path) -> None:
+def test_a_signal_during_the_imports_ends_the_command(number, code, tmp_path):
     warn = cli.child_environment(PYTHONWARNINGS="default")  # a file that is being read may remain unclosed
     process = cli.start_in_new_interpreter(*TINY_CPU, cwd=tmp_path, env=warn)
     cli.wait_until(lambda: has_stop_handlers(process.pid))
@@ -264,7 +260,7 @@ def test_a_signal_during_the_imports_ends_the_command(number: signal.Signals, co
     assert not list(tmp_path.iterdir())
 
 
-def test_a_closed_terminal_stops_the_run(tmp_path) -> None:
+def test_a_closed_terminal_stops_the_run(tmp_path):
     """Once the terminal is closed, every write to it fails."""
     ours, terminal = pty.openpty()
     own = partial(fcntl.ioctl, terminal, termios.TIOCSCTTY, 0)
@@ -292,9 +288,7 @@ def test_a_closed_terminal_stops_the_run(tmp_path) -> None:
     ("words", "number", "expected"),
     [((), signal.SIGTERM, 75), ((), signal.SIGINT, 130), (("-m",), signal.SIGTERM, 75), (("-m",), signal.SIGINT, 75)],
 )
-def test_a_signal_before_the_first_step_ends_the_command_at_once(
-    words: tuple[str, ...], number: signal.Signals, expected: int, tmp_path
-) -> None:
+def test_a_signal_before_the_first_step_ends_the_command_at_once(words, number, expected, tmp_path):
     """It arrives while the run directory is being created, and the command waits for a fake `git`, which hangs."""
     started, git = tmp_path / "started", tmp_path / "bin" / "git"
     git.parent.mkdir()

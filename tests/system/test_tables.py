@@ -3,7 +3,7 @@
 from runner.system.tables import flops, milliseconds, significant, size
 
 
-def test_numbers_are_written_with_units_and_without_exponents() -> None:
+def test_numbers_are_written_with_units_and_without_exponents():
     values = {0: "0", 12.345: "12.35", 12.0: "12", 100: "100", 15_230: "15,230", 0.001234567: "0.001235"}
     assert {value: significant(value) for value in values} == values
     assert significant(float("inf")) == "inf"

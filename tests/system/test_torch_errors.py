@@ -60,7 +60,7 @@ RECOGNIZED: dict[Callable[[], object], Callable[[BaseException], object] | None]
 
 @pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("call", RECOGNIZED, ids=lambda call: call.__name__)
-def test_each_error_is_recognized_by_its_function_alone(call: Callable[[], None]) -> None:
+def test_each_error_is_recognized_by_its_function_alone(call):
     error = error_of(call)
     recognize = RECOGNIZED[call]
     assert [each for each in RECOGNIZED.values() if each and each(error)] == ([recognize] if recognize else [])
@@ -100,11 +100,11 @@ OTHERS = [
 
 
 @pytest.mark.parametrize("error", [*OUT_OF_MEMORY, *OTHERS], ids=lambda error: str(error)[-40:])
-def test_errors_that_mean_too_little_memory_are_recognized(error: Exception) -> None:
+def test_errors_that_mean_too_little_memory_are_recognized(error):
     assert torch_errors.is_out_of_memory(error) == (error in OUT_OF_MEMORY)
 
 
-def test_a_rank_that_dies_in_a_collective_is_a_lost_peer(tmp_path) -> None:
+def test_a_rank_that_dies_in_a_collective_is_a_lost_peer(tmp_path):
     """gloo raises a plain RuntimeError, which can be recognized only by its message."""
     words = [sys.executable, "-m", "helpers.programs", "lost_peer", str(tmp_path / "store")]
     pipes = {"env": child_environment(), "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}

@@ -17,7 +17,7 @@ def noise(*shape: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("channels", [1, 3])
-def test_small_images_are_scaled_by_an_integer_and_placed_row_by_row(channels: int) -> None:
+def test_small_images_are_scaled_by_an_integer_and_placed_row_by_row(channels):
     images = noise(4, channels, 20, 28)  # the longer side, 28, is scaled by 3, to at least 64 pixels
     picture = grid(images, ["a", "b", "c", "d"])
     assert picture.dtype == torch.uint8
@@ -27,7 +27,7 @@ def test_small_images_are_scaled_by_an_integer_and_placed_row_by_row(channels: i
         assert torch.equal(picture[:, top : top + 60, left : left + 84], large[i])
 
 
-def test_tiles_are_64_to_160_pixels_and_large_images_are_averaged() -> None:
+def test_tiles_are_64_to_160_pixels_and_large_images_are_averaged():
     sizes = {(8, 8): (64, 64), (63, 10): (126, 20), (160, 90): (160, 90), (320, 640): (80, 160)}
     for (height, width), expected in sizes.items():
         picture = grid(noise(1, 3, height, width), ["a"])
@@ -37,7 +37,7 @@ def test_tiles_are_64_to_160_pixels_and_large_images_are_averaged() -> None:
     assert colour_at(grid(checks, ["a"]), GAP + 80, GAP + 80) == (100, 100, 100)
 
 
-def test_captions_are_green_red_or_gray_and_written_in_their_strip_and_nowhere_else() -> None:
+def test_captions_are_green_red_or_gray_and_written_in_their_strip_and_nowhere_else():
     images = torch.zeros(4, 1, 64, 64, dtype=torch.uint8)
     corner = GAP + 64 + 1, GAP + 1
     picture = grid(images, [""] * 4, [True, False, True, True])
@@ -51,7 +51,7 @@ def test_captions_are_green_red_or_gray_and_written_in_their_strip_and_nowhere_e
     assert left <= columns.min() <= columns.max() < left + 64
 
 
-def test_two_line_captions_are_stacked_and_long_captions_widen_the_cells() -> None:
+def test_two_line_captions_are_stacked_and_long_captions_widen_the_cells():
     images = torch.zeros(4, 1, 64, 64, dtype=torch.uint8)
     picture = grid(images, ["automobile 98%\nis truck", "a", "b", "c"])
     assert 80 < (picture.shape[2] - GAP) // 2 - GAP < 120
@@ -59,7 +59,7 @@ def test_two_line_captions_are_stacked_and_long_captions_widen_the_cells() -> No
     assert 2 * (140 + GAP) < grid(images, ["x" * 100, "a", "b", "c"]).shape[2] <= 2 * (160 + GAP) + GAP
 
 
-def test_bars_show_the_accuracy_of_each_class_in_ascending_order() -> None:
+def test_bars_show_the_accuracy_of_each_class_in_ascending_order():
     counts = torch.tensor([[8, 2, 0], [5, 5, 0], [0, 0, 0]])
     picture = class_shares(counts, ["cat", "dog", "none"])
     blue = (picture == torch.tensor((47, 111, 159))[:, None, None]).all(0)
@@ -81,7 +81,7 @@ def shade(share: float) -> tuple[int, ...]:
     return tuple(round(255 + (dark - 255) * share**0.5) for dark in (8, 48, 107))
 
 
-def test_rows_are_true_classes_and_shades_are_fractions_of_their_row() -> None:
+def test_rows_are_true_classes_and_shades_are_fractions_of_their_row():
     counts = torch.tensor([[75, 25, 0], [0, 0, 0], [1, 0, 0]])
     shown = cells(confusion_matrix(counts, ["a", "b", "c"]), 3, 44)
     wanted = {(0, 0): shade(0.75), (0, 1): shade(0.25), (2, 0): shade(1)}
@@ -91,7 +91,7 @@ def test_rows_are_true_classes_and_shades_are_fractions_of_their_row() -> None:
 
 
 @pytest.mark.parametrize("count", [99_999, 7 * 10**12])
-def test_numbers_are_drawn_inside_their_cells(count: int) -> None:
+def test_numbers_are_drawn_inside_their_cells(count):
     counts = torch.zeros(3, 3, dtype=torch.int64)
     before = confusion_matrix(counts, ["a", "b", "c"])
     counts[1, 2] = count
@@ -105,7 +105,7 @@ def test_numbers_are_drawn_inside_their_cells(count: int) -> None:
     assert not white[:, [0, 1, -2, -1]].any()
 
 
-def test_class_names_label_both_axes() -> None:
+def test_class_names_label_both_axes():
     counts = torch.eye(3, dtype=torch.int64)
     before, after = (confusion_matrix(counts, ["cat", name, "dog"]) for name in ("bee", "bug"))
     rows, columns = (before != after).any(0).nonzero().unbind(1)
@@ -117,7 +117,7 @@ def test_class_names_label_both_axes() -> None:
 
 
 @pytest.mark.parametrize(("num_classes", "cell"), [(21, 38), (1000, 1)])
-def test_many_classes_are_drawn_as_a_heat_map(num_classes: int, cell: int) -> None:
+def test_many_classes_are_drawn_as_a_heat_map(num_classes, cell):
     counts = torch.eye(num_classes, dtype=torch.int64) * 3
     counts[4, 17] = 1
     picture = confusion_matrix(counts, [str(i) for i in range(num_classes)])
@@ -127,7 +127,7 @@ def test_many_classes_are_drawn_as_a_heat_map(num_classes: int, cell: int) -> No
     assert colour_at(shown, 4, 17) == shade(0.25)
 
 
-def test_any_text_can_be_drawn() -> None:
+def test_any_text_can_be_drawn():
     for name in ("Ünïcödé", "猫", "עברית", "🙂", "two\nlines", "\x00\x07", "bytes \udcff\udc80", "", "ﷺ" * 50):
         assert grid(noise(1, 1, 8, 8), [name]).shape[2] <= 160 + 2 * GAP
         assert confusion_matrix(torch.eye(2, dtype=torch.int64), [name, "b"]).shape[0] == 3

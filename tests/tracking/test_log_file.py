@@ -14,8 +14,8 @@ from runner.tracking.log_file import LogFile
 
 @pytest.mark.parametrize(("rank", "name"), [(0, "log.txt"), (2, "log_rank_2.txt")])
 def test_the_file_of_each_rank_has_all_messages_and_the_console_those_of_rank_0_from_info_on(
-    rank: int, name: str, tmp_path, capsys
-) -> None:
+    rank, name, tmp_path, capsys
+):
     log = logging.getLogger("runner.anything")
     with LogFile(tmp_path, rank), warnings.catch_warnings():
         warnings.simplefilter("always")
@@ -33,7 +33,7 @@ def test_the_file_of_each_rank_has_all_messages_and_the_console_those_of_rank_0_
     assert "afterwards" not in written
 
 
-def test_messages_from_before_the_directory_is_known_are_written_to_the_file(tmp_path, capsys) -> None:
+def test_messages_from_before_the_directory_is_known_are_written_to_the_file(tmp_path, capsys):
     log = logging.getLogger("runner.anything")
     with LogFile(None) as file:
         log.info("early")
@@ -48,7 +48,7 @@ def test_messages_from_before_the_directory_is_known_are_written_to_the_file(tmp
 
 
 @pytest.mark.parametrize("why", ["No space left on device", "Is a directory"])
-def test_a_log_that_cannot_be_written_is_reported_once_and_logging_goes_on(why: str, tmp_path, capsys) -> None:
+def test_a_log_that_cannot_be_written_is_reported_once_and_logging_goes_on(why, tmp_path, capsys):
     if why == "Is a directory":
         (tmp_path / "log.txt").mkdir()
     else:
@@ -69,7 +69,7 @@ class Broken(io.StringIO):
         raise self.error
 
 
-def test_messages_are_written_to_the_file_if_the_console_fails(tmp_path, monkeypatch) -> None:
+def test_messages_are_written_to_the_file_if_the_console_fails(tmp_path, monkeypatch):
     with LogFile(tmp_path):
         for error in (OSError(28, "No space left"), BrokenPipeError(), ValueError("closed")):
             monkeypatch.setattr(sys, "stderr", Broken(error))
@@ -77,7 +77,7 @@ def test_messages_are_written_to_the_file_if_the_console_fails(tmp_path, monkeyp
     assert (tmp_path / "log.txt").read_text().count("ERROR runner.anything: something\n") == 3
 
 
-def test_secrets_are_hidden_and_odd_bytes_escaped(tmp_path, capsys) -> None:
+def test_secrets_are_hidden_and_odd_bytes_escaped(tmp_path, capsys):
     log = logging.getLogger("runner.anything")
     with LogFile(tmp_path):
         log.error("reading %s of %s", "https://ann:s3cret@host/x", os.fsdecode(b"a\xff.png"))
@@ -91,7 +91,7 @@ def test_secrets_are_hidden_and_odd_bytes_escaped(tmp_path, capsys) -> None:
         assert "ValueError: token=*** is too old" in text
 
 
-def test_logging_is_restored_even_after_an_error(tmp_path) -> None:
+def test_logging_is_restored_even_after_an_error(tmp_path):
     logger, captured = logging.getLogger("runner"), logging.getLogger("py.warnings")
 
     def state() -> tuple[object, ...]:

@@ -1,13 +1,11 @@
 """Tests of `runner.tracking.metrics`: the metric sums between two logs, and step times with a fake clock."""
 
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from helpers.clock import FakeClock
-from helpers.compose import TrainedRun
 from helpers.events import scalar_curves
 
 import runner.state
@@ -18,7 +16,7 @@ from runner.tracking.metrics import DivergedError, MetricBuffer, StepTimer, batc
 from runner.workloads.base import Workload
 
 
-def test_a_buffer_adds_the_micro_batches_of_each_step_to_those_of_the_checkpoint() -> None:
+def test_a_buffer_adds_the_micro_batches_of_each_step_to_those_of_the_checkpoint():
     buffer, doubled = MetricBuffer(("loss", "accuracy")), lambda sums: {"train": 2 * sums["train"]}
     buffer.load(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), 8)
     for step, parts in ((9, [(1.0, 2.0), (3.0, 4.0)]), (10, []), (11, [(5.0, 6.0)])):
@@ -30,7 +28,7 @@ def test_a_buffer_adds_the_micro_batches_of_each_step_to_those_of_the_checkpoint
     assert buffer.peek(doubled).shape == (0, 2)
 
 
-def test_a_buffer_has_the_sums_of_every_step_and_does_not_keep_a_tensor_for_each() -> None:
+def test_a_buffer_has_the_sums_of_every_step_and_does_not_keep_a_tensor_for_each():
     wanted, buffer = torch.rand(1000, 2), MetricBuffer(("loss", "accuracy"))
     rows = [row.clone() for row in wanted]
     alive = [weakref.ref(row) for row in rows]
@@ -41,7 +39,7 @@ def test_a_buffer_has_the_sums_of_every_step_and_does_not_keep_a_tensor_for_each
     assert torch.equal(buffer.flush(lambda sums: sums), wanted)
 
 
-def test_sums_of_a_micro_batch_are_the_loss_times_the_samples_and_the_sums_of_the_metrics_rounded_once() -> None:
+def test_sums_of_a_micro_batch_are_the_loss_times_the_samples_and_the_sums_of_the_metrics_rounded_once():
     loss = torch.rand(())
     for metrics in (torch.rand(13, 0), torch.rand(13, 1) > 0.5, torch.rand(13, 3)):
         wanted = [13 * loss.item(), *(sum(column) for column in metrics.double().T.tolist())]
@@ -56,7 +54,7 @@ def test_sums_of_a_micro_batch_are_the_loss_times_the_samples_and_the_sums_of_th
     ("bad", "at", "metric", "name"),
     [(float("nan"), 0, 0, "the loss"), (float("inf"), 2, 1, "train/accuracy"), (float("-inf"), 4, 0, "the loss")],
 )
-def test_the_first_step_whose_sums_are_not_finite_is_named(bad: float, at: int, metric: int, name: str) -> None:
+def test_the_first_step_whose_sums_are_not_finite_is_named(bad, at, metric, name):
     """Even if the buffer was flushed, and then loaded with rows of a mode whose rounds have another number of steps."""
     buffer = MetricBuffer(("loss", "accuracy"))
     buffer.end_step(1)
@@ -83,7 +81,7 @@ def clock(monkeypatch) -> FakeClock:
     return clock
 
 
-def test_pauses_are_left_out_of_step_times(clock: FakeClock) -> None:
+def test_pauses_are_left_out_of_step_times(clock):
     def spend(name: str, seconds: float) -> None:
         with runner.tracking.metrics.timer.section(name):
             clock.now += seconds
@@ -128,9 +126,7 @@ class FakeAccelerator:
         self.clock.now = max(self.clock.now, self.done_at)
 
 
-def test_a_run_reports_the_step_times_of_the_device(
-    trained: Callable[..., TrainedRun], clock: FakeClock, monkeypatch
-) -> None:
+def test_a_run_reports_the_step_times_of_the_device(trained, clock, monkeypatch):
     device, done = FakeAccelerator(clock), []
 
     def after_step(*_: Any) -> None:
@@ -155,7 +151,7 @@ def test_a_run_reports_the_step_times_of_the_device(
 
 
 @pytest.mark.parametrize(("count", "left_out"), [(0, 0), (1, 0), (2, 1), (4, 1), (10, 2), (50, 10), (1000, 10)])
-def test_the_warm_up_is_left_out_of_steady_step_times(clock: FakeClock, count: int, left_out: int) -> None:
+def test_the_warm_up_is_left_out_of_steady_step_times(clock, count, left_out):
     steps = StepTimer([torch.device("cpu")])
     steps.start(num_rounds=count)
     for step in range(count):
@@ -164,7 +160,7 @@ def test_the_warm_up_is_left_out_of_steady_step_times(clock: FakeClock, count: i
     assert steps.steady() == list(map(float, range(left_out, count)))
 
 
-def test_quantiles() -> None:
+def test_quantiles():
     assert quantiles([]) == {}
     assert quantiles([3.0]) == {"median": 3, "p90": 3}
     assert quantiles([float(n) for n in range(10, 0, -1)]) == {"median": 5.5, "p90": 9}

@@ -33,7 +33,7 @@ def lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
     return err.splitlines()
 
 
-def test_lines_show_the_time_left_the_last_metrics_and_their_steps_every_five_seconds(clock: FakeClock, capsys) -> None:
+def test_lines_show_the_time_left_the_last_metrics_and_their_steps_every_five_seconds(clock, capsys):
     progress, hidden = (Progress(num_steps=1000, first_step=900, visible=visible) for visible in (True, False))
     clock.now += 60  # the first step compiles
     for step in range(901, 1001):  # 0.15 s each, of which evaluations may be the larger part
@@ -54,7 +54,7 @@ def test_lines_show_the_time_left_the_last_metrics_and_their_steps_every_five_se
 
 
 @pytest.mark.parametrize("display", [Progress, Bar])
-def test_write_errors_of_the_console_are_ignored(display: type[Progress], clock: FakeClock, monkeypatch) -> None:
+def test_write_errors_of_the_console_are_ignored(display, clock, monkeypatch):
     class Closed(io.StringIO):
         tried = 0
 
@@ -70,7 +70,7 @@ def test_write_errors_of_the_console_are_ignored(display: type[Progress], clock:
     assert closed.tried > 0
 
 
-def test_the_display_depends_on_the_terminal(monkeypatch) -> None:
+def test_the_display_depends_on_the_terminal(monkeypatch):
     def chosen(terminal: bool, visible: bool = True, **variables: str) -> type:
         monkeypatch.setattr(sys, "stderr", SimpleNamespace(isatty=lambda: terminal, write=len, flush=lambda: None))
         for name in ("CI", "TERM"):
@@ -106,7 +106,7 @@ ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 COLOUR = re.compile(r"\x1b\[[0-9;]*(3[0-8]|4[0-8]|9[0-7])[0-9;]*m")
 
 
-def test_the_command_draws_a_bar_and_restores_the_terminal(tmp_path) -> None:
+def test_the_command_draws_a_bar_and_restores_the_terminal(tmp_path):
     sent = on_a_terminal([sys.executable, "-m", "runner", *TINY_CPU, "steps=100", "log_every=10"], tmp_path)
     assert COLOUR.search(sent)
     plain = ESCAPE.sub("", sent)

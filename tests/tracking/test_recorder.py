@@ -4,7 +4,6 @@ import io
 import json
 import logging
 import os
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from helpers.compose import TINY_CPU, TrainedRun, build_composed_run, train_in
+from helpers.compose import TINY_CPU, build_composed_run, train_in
 from helpers.events import hparams_table, load_events, scalar_curves
 from helpers.handmade_runs import write_config
 from helpers.plain_loop import OPTIMIZER_CASES, PLAIN_LOOP_OVERRIDES, plain_evaluation, plain_loop
@@ -36,7 +35,7 @@ def noting_norms(norms: list[float], parameters: list[torch.nn.Parameter]) -> to
 
 
 @pytest.mark.parametrize("accumulation", [1, 4])
-def test_each_point_is_the_mean_since_the_last_log(trained: Callable[..., TrainedRun], accumulation: int) -> None:
+def test_each_point_is_the_mean_since_the_last_log(trained, accumulation):
     run, norms = trained(*PLAIN_LOOP_OVERRIDES, "log_every=4", f"accumulation={accumulation}"), []
     plain = plain_loop(run.run, partial(noting_norms, norms))
     read = scalar_curves(run.directory)
@@ -52,7 +51,7 @@ def test_each_point_is_the_mean_since_the_last_log(trained: Callable[..., Traine
     assert read["eval/accuracy"] == [(10, pytest.approx(accuracy))]
 
 
-def test_the_tags_of_a_run(trained: Callable[..., TrainedRun]) -> None:
+def test_the_tags_of_a_run(trained):
     run = trained("steps=6", "log_every=2", "eval_every=3", "schedule=cosine", "optimizer.lr=0.4")
     training = {"train/loss", "train/accuracy", "train/gradient_norm", "lr", "epoch"}
     training |= {"memory/peak", *TIMES}
@@ -71,7 +70,7 @@ def test_the_tags_of_a_run(trained: Callable[..., TrainedRun]) -> None:
     assert [1 / value for _, value in read["time/step_seconds"]] == pytest.approx(steps_per_second, rel=1e-5)
 
 
-def test_images_are_logged_at_every_evaluation(trained: Callable[..., TrainedRun]) -> None:
+def test_images_are_logged_at_every_evaluation(trained):
     run = trained("steps=4", "eval_every=2")
     read = load_events(run.directory)
     assert set(read.Tags()["images"]) == PICTURES
@@ -91,9 +90,7 @@ def text(directory: Path, tag: str) -> list[tuple[int, str]]:
     return [(p.step, content[4:-4]) for p, content in zip(points, contents, strict=True)]
 
 
-def test_the_config_the_environment_and_a_table_of_the_model_are_logged_as_texts(
-    trained: Callable[..., TrainedRun], caplog, monkeypatch
-) -> None:
+def test_the_config_the_environment_and_a_table_of_the_model_are_logged_as_texts(trained, caplog, monkeypatch):
     monkeypatch.setattr("runner.device.BusyMachine.warning", lambda _: "the cores are busy")
     with caplog.at_level(logging.DEBUG, logger="runner"):
         run = trained("steps=1", "optimizer.lr=0.07", "model.freeze=[conv1.*]")
@@ -115,7 +112,7 @@ def test_the_config_the_environment_and_a_table_of_the_model_are_logged_as_texts
     assert {f"model:\n{table}", "the cores are busy"} <= {record.getMessage() for record in caplog.records}
 
 
-def test_each_session_logs_its_own_config_once(trained: Callable[..., TrainedRun]) -> None:
+def test_each_session_logs_its_own_config_once(trained):
     trained("steps=4", "save_every=2")
     run = trained("steps=8", "save_every=2")
     told = [(step, yaml.safe_load(config)["steps"]) for step, config in text(run.directory, "config")]
@@ -124,7 +121,7 @@ def test_each_session_logs_its_own_config_once(trained: Callable[..., TrainedRun
     assert [step for step, _ in text(run.directory, "config")] == [1, 5, 9]
 
 
-def test_the_loss_scale_is_logged_if_the_precision_has_one(tmp_path, monkeypatch) -> None:
+def test_the_loss_scale_is_logged_if_the_precision_has_one(tmp_path, monkeypatch):
     run = build_composed_run(*TINY_CPU, "steps=2")
     monkeypatch.setattr(run.precision, "scalars", lambda: {"train/loss_scale": torch.tensor(512.0)})
     train_in(tmp_path, run)
@@ -135,16 +132,14 @@ TYPED = ["optimizer.lr=0.07", "schedule=cosine", "+precision='16'", "optimizer.l
 VALUES = {"optimizer.lr": 0.08, "schedule": "cosine", "precision": "16", "seed": 3.0, "deterministic": "true"}
 
 
-def test_an_override_without_a_value_in_the_config_is_shown_as_typed() -> None:
+def test_an_override_without_a_value_in_the_config_is_shown_as_typed():
     config = {"schedule": {"_target_": "runner.schedule.Cosine", "warmup": 5}, "steps": 7, "token": "***"}
     typed = ["schedule.warmup=5", "data.size=9", "steps.x=1", "token=${oc.env:TOKEN}"]
     wanted = {"schedule.warmup": 5, "data.size": "9", "steps.x": "1", "token": "***"}
     assert typed_values(typed, config) == wanted
 
 
-def test_hparams_have_one_row_with_the_overrides_after_a_crash_and_after_a_resume(
-    trained: Callable[..., TrainedRun], tmp_path, monkeypatch
-) -> None:
+def test_hparams_have_one_row_with_the_overrides_after_a_crash_and_after_a_resume(trained, tmp_path, monkeypatch):
     others = ["resume=auto", "output_root=/tmp/x", "name='a'", "~profiler", "hydra.verbose=true", "max_grad_norm=null"]
     (tmp_path / "run").mkdir()
     write_config(tmp_path / "run", {}, [*TYPED, *others, "data.token=***", "model.channels=[16,32]"])
@@ -193,7 +188,7 @@ def record(recorder: Recorder, picture: torch.Tensor) -> None:
         recorder.finish()
 
 
-def test_the_recorder_passes_everything_to_the_tracker(tmp_path) -> None:
+def test_the_recorder_passes_everything_to_the_tracker(tmp_path):
     tracker, picture = Calls(), torch.zeros(3, 4, 4, dtype=torch.uint8)
     write_config(tmp_path, {}, ["e=class", "e.f=1", "h=[1,2]", "e.g=null"])
     record(Recorder(tracker, tmp_path, 3), picture)
@@ -209,7 +204,7 @@ def test_the_recorder_passes_everything_to_the_tracker(tmp_path) -> None:
     assert type(tracker.calls[1][1]["a"]) is float
 
 
-def test_secrets_are_masked_and_invalid_utf8_is_escaped_for_the_tracker(tmp_path) -> None:
+def test_secrets_are_masked_and_invalid_utf8_is_escaped_for_the_tracker(tmp_path):
     tracker, root = Calls(), os.fsdecode(b"/data/\xff")
     config = {"data": {"_target_": "a.Data", "token": "s3cret", "root": root, "urls": ["https://ann:s3cret@host/x"]}}
     with Recorder(tracker, tmp_path, 0) as recorder:
@@ -233,7 +228,7 @@ def test_secrets_are_masked_and_invalid_utf8_is_escaped_for_the_tracker(tmp_path
     board.close(done=True)
 
 
-def test_nothing_is_written_on_ranks_other_than_0(tmp_path) -> None:
+def test_nothing_is_written_on_ranks_other_than_0(tmp_path):
     for tracker in (TensorBoard(), tracked := Calls()):
         record(Recorder(tracker, tmp_path, 0, visible=False), torch.zeros(3, 4, 4, dtype=torch.uint8))
     assert not list(tmp_path.glob("events*"))

@@ -43,7 +43,7 @@ def points(directory: Path) -> dict[str, list[tuple[int, float]]]:
     return found
 
 
-def test_a_tracker_of_the_users_is_one_of_several(tmp_path) -> None:
+def test_a_tracker_of_the_users_is_one_of_several(tmp_path):
     (tmp_path / "tracking").mkdir()
     (tmp_path / "tracking" / "mine.yaml").write_text("defaults: [csv, _self_]\n")
     words = [*TINY_CPU, "steps=2", "log_every=1", "tracking=[tensorboard,mine]"]
@@ -51,7 +51,7 @@ def test_a_tracker_of_the_users_is_one_of_several(tmp_path) -> None:
     assert points(tmp_path / "run").keys() == scalar_curves(tmp_path / "run").keys()
 
 
-def test_several_trackers_get_every_point_once_across_a_resume(tmp_path) -> None:
+def test_several_trackers_get_every_point_once_across_a_resume(tmp_path):
     overrides = (*TINY_CPU, *STEPS, "tracking=several", "tracking.names=[tensorboard,csv]")
     train_in(tmp_path, build_composed_run(*overrides), partial(sigterm_at, 3, 0))
     with (tmp_path / "curves.csv").open("a") as file:
@@ -65,7 +65,7 @@ def test_several_trackers_get_every_point_once_across_a_resume(tmp_path) -> None
     assert [step for step, _ in got["train/loss"]] == [1, 2, 3, 4, 5, 6]
 
 
-def test_a_resumed_run_leaves_out_incomplete_lines_of_its_csv_file(tmp_path) -> None:
+def test_a_resumed_run_leaves_out_incomplete_lines_of_its_csv_file(tmp_path):
     others = [b"\xff", "²,a,1".encode(), b"9" * 5000 + b",a,1", b"4,a,1"]
     lines = [b"step,tag,value", b"1,a,0.5", *others, b'3,"b,c",0.25', b"3,to"]
     (tmp_path / "curves.csv").write_bytes(b"\r\n".join(lines))
@@ -76,7 +76,7 @@ def test_a_resumed_run_leaves_out_incomplete_lines_of_its_csv_file(tmp_path) -> 
     assert points(tmp_path) == {"a": [(1, 0.5), (4, 0.125)], "b,c": [(3, 0.25)]}
 
 
-def test_a_csv_file_that_cannot_be_continued_or_written_is_a_storage_error(tmp_path, monkeypatch) -> None:
+def test_a_csv_file_that_cannot_be_continued_or_written_is_a_storage_error(tmp_path, monkeypatch):
     file = tmp_path / "curves.csv"
     with file.open("wb") as large:
         large.truncate(30 << 30)  # takes no space on the disk
@@ -103,7 +103,7 @@ def test_a_csv_file_that_cannot_be_continued_or_written_is_a_storage_error(tmp_p
     (("tracking=several", "+tracking.trackers.wandb.mode=online"), "tracking.trackers"),
     (("tracking=wandb", "tracking.mode=on"), "tracking.mode"),
 )
-def test_invalid_tracking_options_are_refused(overrides: tuple[str, ...], key: str) -> None:
+def test_invalid_tracking_options_are_refused(overrides, key):
     with pytest.raises(ConfigError) as refusal:
         build_composed_run(*TINY_CPU, *overrides)
     assert refusal.value.key == key
@@ -113,7 +113,7 @@ def test_invalid_tracking_options_are_refused(overrides: tuple[str, ...], key: s
     ("open", ["open a", "open b", "close a False"]),
     ("close", ["open a", "open b", "open c", "close c True", "close b True", "close a True"]),
 )
-def test_if_one_of_several_trackers_fails_the_others_are_closed(broken: str, noted: list[str], tmp_path) -> None:
+def test_if_one_of_several_trackers_fails_the_others_are_closed(broken, noted, tmp_path):
     several, notes = Tracker(), []
 
     def note(method: str, name: str, *values: Any) -> None:
@@ -174,7 +174,7 @@ def use(noted: Noted, directory: Path) -> None:
     tracker.close(True)
 
 
-def test_calls_are_made_in_order_and_a_resumed_run_continues_the_same_one(tmp_path) -> None:
+def test_calls_are_made_in_order_and_a_resumed_run_continues_the_same_one(tmp_path):
     first, second = Noted(), Noted()
     use(first, tmp_path)
     use(second, tmp_path)
@@ -184,7 +184,7 @@ def test_calls_are_made_in_order_and_a_resumed_run_continues_the_same_one(tmp_pa
     assert second.calls == [("start", "id7"), *rest]
 
 
-def test_an_identifier_that_is_far_too_large_ends_the_tracking(tmp_path, caplog) -> None:
+def test_an_identifier_that_is_far_too_large_ends_the_tracking(tmp_path, caplog):
     with (tmp_path / "torch_run.txt").open("wb") as file:
         file.truncate(30 << 30)  # takes no space on the disk
     tracker = Noted()
@@ -198,16 +198,14 @@ def test_an_identifier_that_is_far_too_large_ends_the_tracking(tmp_path, caplog)
     ("scalars", ["config", "scalars", "finish"]),
     ("finish", ["config", "scalars", "scalars", "images", "finish"]),
 )
-def test_a_failure_of_a_backend_is_reported_once_and_ends_the_tracking(
-    broken: str, made: list[str], tmp_path, caplog
-) -> None:
+def test_a_failure_of_a_backend_is_reported_once_and_ends_the_tracking(broken, made, tmp_path, caplog):
     tracker = Noted(broken)
     use(tracker, tmp_path)
     assert ["ConnectionError: no route to host" in text for text in caplog.messages] == [True]
     assert [call[0] for call in tracker.calls] == ["start", *made], "a session that was begun is ended"
 
 
-def test_a_backend_that_hangs_does_not_slow_the_training(tmp_path, monkeypatch, caplog) -> None:
+def test_a_backend_that_hangs_does_not_slow_the_training(tmp_path, monkeypatch, caplog):
     tracker = Noted()
     tracker.may_go_on.clear()
     monkeypatch.setattr(Background, "patience", 0.01)
@@ -216,13 +214,13 @@ def test_a_backend_that_hangs_does_not_slow_the_training(tmp_path, monkeypatch, 
     tracker.may_go_on.set()
 
 
-def test_a_run_completes_if_its_tracker_fails(tmp_path) -> None:
+def test_a_run_completes_if_its_tracker_fails(tmp_path):
     run = build_composed_run(*TINY_CPU, *STEPS)
     object.__setattr__(run, "tracking", Noted("scalars"))
     assert train_in(tmp_path, run).result.status == "done"
 
 
-def test_a_package_that_is_not_installed_is_refused_before_the_run(monkeypatch) -> None:
+def test_a_package_that_is_not_installed_is_refused_before_the_run(monkeypatch):
     monkeypatch.setattr("runner.tracking.remote.is_installed", lambda name: False)
     for package in ("wandb", "mlflow", "trackio"):
         with pytest.raises(ConfigError) as refusal:
@@ -232,7 +230,7 @@ def test_a_package_that_is_not_installed_is_refused_before_the_run(monkeypatch) 
 
 
 @pytest.mark.filterwarnings("default")
-def test_mlflow_has_every_point_in_one_run(tmp_path) -> None:
+def test_mlflow_has_every_point_in_one_run(tmp_path):
     mlflow = require("mlflow")
     uri = f"sqlite:///{tmp_path}/mlflow.db"
     groups = "optimizer.groups={*.bias:{lr:0.1}}"
@@ -254,7 +252,7 @@ def test_mlflow_has_every_point_in_one_run(tmp_path) -> None:
     assert run.data.metrics["eval/accuracy"] == pytest.approx(result.metrics["eval/accuracy"])
 
 
-def test_wandb_creates_no_links_and_refuses_settings_in_the_run_directory(tmp_path, monkeypatch) -> None:
+def test_wandb_creates_no_links_and_refuses_settings_in_the_run_directory(tmp_path, monkeypatch):
     asked: dict[str, Any] = {}
     package: Any = ModuleType("wandb")
     package.Settings = lambda **options: options
@@ -272,7 +270,7 @@ def test_wandb_creates_no_links_and_refuses_settings_in_the_run_directory(tmp_pa
 
 
 @pytest.mark.filterwarnings("default")
-def test_wandb_writes_to_the_run_directory_and_resumes_the_run(tmp_path) -> None:
+def test_wandb_writes_to_the_run_directory_and_resumes_the_run(tmp_path):
     require("wandb")
     overrides = (*TINY_CPU, *STEPS, "tracking=wandb")
     train_in(tmp_path / "run", build_composed_run(*overrides), partial(sigterm_at, 3, 0))
@@ -285,7 +283,7 @@ def test_wandb_writes_to_the_run_directory_and_resumes_the_run(tmp_path) -> None
 
 
 @pytest.mark.filterwarnings("default")
-def test_trackio_has_every_point_in_one_run(tmp_path, monkeypatch, capfd) -> None:
+def test_trackio_has_every_point_in_one_run(tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     storage = require("trackio.sqlite_storage").SQLiteStorage
     overrides = (*TINY_CPU, *STEPS, "tracking=trackio")

@@ -46,7 +46,7 @@ def contents(directory: Path) -> dict[Path, tuple[bytes, int]]:
     return {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in directory.rglob("*") if path.is_file()}
 
 
-def test_the_same_code_logs_identical_points_and_writes_nothing_to_the_run(recorded: Path, capsys, monkeypatch) -> None:
+def test_the_same_code_logs_identical_points_and_writes_nothing_to_the_run(recorded, capsys, monkeypatch):
     before = contents(recorded)
     monkeypatch.chdir(recorded.parent)
     assert verify.main([recorded.name]) == verify.SAME  # though it looks like an override
@@ -59,7 +59,7 @@ def test_the_same_code_logs_identical_points_and_writes_nothing_to_the_run(recor
     assert contents(recorded) == before
 
 
-def test_another_order_of_sums_is_equal_up_to_rounding(recorded: Path, capsys) -> None:
+def test_another_order_of_sums_is_equal_up_to_rounding(recorded, capsys):
     assert verify.main([str(recorded), "accumulation=2", "channels_last=false"]) == verify.SAME
     out = capsys.readouterr().out
     assert "the same: equal up to rounding" in out
@@ -67,8 +67,8 @@ def test_another_order_of_sums_is_equal_up_to_rounding(recorded: Path, capsys) -
 
 
 def test_other_code_and_other_options_are_different_from_the_step_on_at_which_they_act(
-    recorded: Path, copied: Path, tmp_path, monkeypatch, capsys
-) -> None:
+    recorded, copied, tmp_path, monkeypatch, capsys
+):
     info = tmp_path / "helpers-1.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: helpers\nVersion: 1\n")
@@ -86,9 +86,7 @@ def test_other_code_and_other_options_are_different_from_the_step_on_at_which_th
     assert "the run was resumed" in capsys.readouterr().out
 
 
-def test_the_worst_of_several_runs_is_the_exit_code_and_what_has_changed_is_said(
-    recorded: Path, copied: Path, capsys
-) -> None:
+def test_the_worst_of_several_runs_is_the_exit_code_and_what_has_changed_is_said(recorded, copied, capsys):
     hostile = {"versions": {"torch": "1.0\x1b[2J", "rich": {"_target_": 7}}, "devices": "many", "source": [1]}
     (copied / ENVIRONMENT).write_text(json.dumps(environment() | hostile))
     assert verify.main([str(recorded), str(copied), "--steps", "4"]) == verify.SAME
@@ -111,12 +109,12 @@ def test_the_worst_of_several_runs_is_the_exit_code_and_what_has_changed_is_said
     (["nothing"], "nothing: there is no such key or run"),
     (["nothing/here"], "PATH: got 'nothing/here': there is no such directory"),
 )
-def test_what_cannot_be_compared_is_refused(words: list[str], why: str, recorded: Path, capsys) -> None:
+def test_what_cannot_be_compared_is_refused(words, why, recorded, capsys):
     assert verify.main([str(recorded), *words]) == 2
     assert why in capsys.readouterr().err
 
 
-def test_other_samples_and_configs_with_references_are_refused(copied: Path, capsys) -> None:
+def test_other_samples_and_configs_with_references_are_refused(copied, capsys):
     for file in copied.glob("checkpoints/*/model.json"):
         about = json.loads(file.read_text())
         about["data"]["training"] += 1
@@ -148,9 +146,7 @@ THEN = curve(1.0, 0.5, 0.25, 0.125)
     ({"train/other": {1: 1.0}}, [], Verdict.UNJUDGED, "nothing is left"),
     (curve(1.0) | {"diverged": {2: 1.0}}, [], Verdict.DIFFERENT, "diverges at step 2"),
 )
-def test_ten_times_the_effect_of_the_nudges_is_rounding(
-    now: dict[str, dict[int, float]], effects: list[float], verdict: Verdict, words: str
-) -> None:
+def test_ten_times_the_effect_of_the_nudges_is_rounding(now, effects, verdict, words):
     asked = []
 
     def nudge(number: int) -> dict[str, dict[int, float]]:

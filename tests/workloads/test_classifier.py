@@ -32,7 +32,7 @@ def fixed(outputs: torch.Tensor) -> Any:
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_loss_and_metric_sums(smoothing: float) -> None:
+def test_loss_and_metric_sums(smoothing):
     workload = classifier(f"workload.label_smoothing={smoothing}")
     outputs, targets = torch.randn(6, 10, requires_grad=True), torch.tensor([0, 1, 2, 3, 4, 5])
     loss, sums = workload.loss_of(outputs, targets)
@@ -45,7 +45,7 @@ def test_loss_and_metric_sums(smoothing: float) -> None:
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7])
 @pytest.mark.parametrize("size", [1000, 50])
-def test_shards_of_an_evaluation_add_up_to_the_whole(count: int, size: int) -> None:
+def test_shards_of_an_evaluation_add_up_to_the_whole(count, size):
     workload = classifier(f"workload.eval_batch_size={size}")
     held_out = workload.held_out
     outputs = torch.randn(len(held_out), 10)
@@ -67,20 +67,20 @@ def test_shards_of_an_evaluation_add_up_to_the_whole(count: int, size: int) -> N
     assert torch.equal(sums["confusion"].view(10, 10), confusion)
 
 
-def test_an_evaluation_without_a_sample_is_an_error() -> None:
+def test_an_evaluation_without_a_sample_is_an_error():
     workload = classifier()
     with pytest.raises(DataError, match="none of them can be read"):
         workload.summarize({name: torch.zeros(1) for name in ("loss", "correct", "top5", "count")})
 
 
-def test_several_models_vote_by_their_mean_probability() -> None:
+def test_several_models_vote_by_their_mean_probability():
     outputs = torch.randn(3, 5, 10)
     torch.testing.assert_close(classifier().vote(outputs).exp(), outputs.softmax(-1).mean(0))
 
 
 def test_pictures_are_of_evenly_spaced_samples_and_of_the_most_confident_mistakes(
     monkeypatch,
-) -> None:
+):
     workload, outputs, shown = classifier(), torch.randn(359, 10), []
     sums = workload.evaluate(fixed(outputs), (0, 1), CPU)
     pictures = torch.zeros(36, 1, 8, 8, dtype=torch.uint8)
@@ -95,7 +95,7 @@ def test_pictures_are_of_evenly_spaced_samples_and_of_the_most_confident_mistake
     assert wrong[mistakes].all()
 
 
-def test_overfitting_repeats_the_first_batches() -> None:
+def test_overfitting_repeats_the_first_batches():
     workload = classifier("workload.overfit_batches=2", "data.crop=0")
     stream = workload.batches(workload.build_model(), Plan(16, 2), 0, CPU)
     batches = [next(stream) for _ in range(12)]  # two micro-batches per step
@@ -109,7 +109,7 @@ def test_overfitting_repeats_the_first_batches() -> None:
 
 
 @pytest.mark.parametrize("damaged", [1, 6])
-def test_pictures_match_their_samples_if_a_process_has_skipped_a_file(tmp_path, monkeypatch, damaged: int) -> None:
+def test_pictures_match_their_samples_if_a_process_has_skipped_a_file(tmp_path, monkeypatch, damaged):
     """Two processes evaluate half of the images each, and know only which of their own files cannot be read."""
     for split, count in (("train", 1), ("val", 4)):
         for number in range(2 * count):
@@ -141,7 +141,7 @@ def test_pictures_match_their_samples_if_a_process_has_skipped_a_file(tmp_path, 
 
 
 @pytest.mark.parametrize("overrides", [(), ("workload.mixup=1",)])
-def test_the_diverged_batch_is_that_of_its_step(overrides: tuple[str, ...]) -> None:
+def test_the_diverged_batch_is_that_of_its_step(overrides):
     workload, plan = classifier(*overrides), Plan(16, 2, (1, 2), seed=3)
     stream = workload.batches(workload.build_model(), plan, 4, CPU)
     wanted = [next(stream) for _ in range(2)]
@@ -168,7 +168,7 @@ FAULTS: dict[type[Classifier], str] = {
 
 
 @pytest.mark.parametrize("workload", FAULTS)
-def test_metrics_that_do_not_fit_are_refused_in_words(workload: type[Classifier], tmp_path, monkeypatch) -> None:
+def test_metrics_that_do_not_fit_are_refused_in_words(workload, tmp_path, monkeypatch):
     """As soon as they are measured: those of an evaluation, after the first step here."""
     steps: list[int] = []
     monkeypatch.setattr(Classifier, "after_step", lambda workload, model, step: steps.append(step))
@@ -182,9 +182,7 @@ def test_metrics_that_do_not_fit_are_refused_in_words(workload: type[Classifier]
 
 
 @pytest.mark.parametrize("best", [("accuracy", "maximum"), ("accuracy", "min"), ("recall", "max")])
-def test_a_goal_that_is_not_min_or_max_or_not_listed_is_refused_before_the_run(
-    best: tuple[str, str], monkeypatch
-) -> None:
+def test_a_goal_that_is_not_min_or_max_or_not_listed_is_refused_before_the_run(best, monkeypatch):
     """By a misspelled goal, the worst checkpoint would be kept as the best one."""
     monkeypatch.setattr(Classifier, "best", best)
     with pytest.raises(ConfigError, match="best of Classifier is") as refusal:

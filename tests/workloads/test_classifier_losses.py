@@ -7,7 +7,6 @@ import pytest
 import torch
 from helpers.compose import TINY_CPU, build_composed_run, compose_config, prepare_session, prepared_workload
 from helpers.plain_loop import largest_difference, weights_at
-from helpers.ranks import Ranks
 
 from runner.batching import Plan
 from runner.config.errors import ConfigError
@@ -111,7 +110,7 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(("case", "mode"), PAIRS)
-def test_every_mode_equals_a_plain_loop(case: str, mode: str, ranks: Ranks, tmp_path) -> None:
+def test_every_mode_equals_a_plain_loop(case, mode, ranks, tmp_path):
     processes, options = MODES[mode]
     overrides = (*TINY_CPU, *COMMON, *SGD, *CASES[case], *options)
     ranks(processes).train(compose_config(*overrides), tmp_path)
@@ -119,7 +118,7 @@ def test_every_mode_equals_a_plain_loop(case: str, mode: str, ranks: Ranks, tmp_
 
 
 @pytest.mark.parametrize("option", ["mixup=0.4", "cutmix=1"])
-def test_a_mixed_batch_does_not_depend_on_how_it_is_divided(option: str) -> None:
+def test_a_mixed_batch_does_not_depend_on_how_it_is_divided(option):
     """The samples are also augmented; the random numbers for a sample do not depend on the other samples."""
     workload = classifier(f"workload.{option}", "data.crop=2", "data.random_erase=0.5")
     model = workload.build_model()
@@ -140,13 +139,13 @@ def test_a_mixed_batch_does_not_depend_on_how_it_is_divided(option: str) -> None
     assert not other.targets.max(1).values.unique().equal(whole[1].max(1).values.unique()), "drawn for each batch"
 
 
-def test_the_accuracy_of_mixed_samples_counts_the_class_with_more_weight() -> None:
+def test_the_accuracy_of_mixed_samples_counts_the_class_with_more_weight():
     workload = classifier("workload.mixup=1")
     outputs, targets = torch.eye(10)[[3, 4]], torch.eye(10)[[3, 3]] * 0.6 + torch.eye(10)[[4, 4]] * 0.4
     assert workload.sample_metrics(outputs, targets).tolist() == [[True], [False]]
 
 
-def test_top5_accuracy_counts_the_five_largest_outputs() -> None:
+def test_top5_accuracy_counts_the_five_largest_outputs():
     workload = classifier("workload.top5=true", "stop.metric=eval/top5_accuracy", "stop.target=1")
     outputs = torch.randn(len(workload.held_out), 10)
     rows = iter(outputs)
@@ -165,13 +164,13 @@ def test_top5_accuracy_counts_the_five_largest_outputs() -> None:
     (("workload.mixup=-1",), "workload.mixup"),
     (("workload.cutmix=-0.1",), "workload.cutmix"),
 )
-def test_options_that_do_not_fit_are_refused(overrides: tuple[str, ...], key: str) -> None:
+def test_options_that_do_not_fit_are_refused(overrides, key):
     with pytest.raises(ConfigError) as refusal:
         prepare_session(build_composed_run("model=tiny", "device=cpu", "device.threads=1", *overrides))
     assert refusal.value.key == key
 
 
-def test_a_single_class_is_said(caplog) -> None:
+def test_a_single_class_is_said(caplog):
     for count in (1, 2):
         data = ("data=synthetic", "data.size=8", "data.num_samples=64", f"data.num_classes={count}")
         build_composed_run("model=tiny", *data).workload.prepare()

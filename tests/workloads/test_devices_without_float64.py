@@ -43,7 +43,7 @@ IMAGES = ("model=tiny", "data=synthetic", "data.size=8", "data.num_classes=1100"
     ],
     ids=lambda overrides: overrides[0],
 )
-def test_a_step_and_an_evaluation_need_no_float64(overrides: tuple[str, ...], tmp_path) -> None:
+def test_a_step_and_an_evaluation_need_no_float64(overrides, tmp_path):
     run = build_composed_run(*overrides, "batch_size=8", "optimizer.fused=false")
     workload, session = run.workload, run.prepare(Collectives([DEVICE]))
     with fake_tensors() as mode, WithoutFloat64():
@@ -60,7 +60,7 @@ def test_a_step_and_an_evaluation_need_no_float64(overrides: tuple[str, ...], tm
             workload.summarize(sums)
 
 
-def test_sums_are_computed_in_float64_where_the_device_has_it(monkeypatch) -> None:
+def test_sums_are_computed_in_float64_where_the_device_has_it(monkeypatch):
     assert sum_dtype(torch.device("cpu")) == torch.float64
     for has_float64, dtype in ((True, torch.float64), (False, torch.float32)):
         monkeypatch.setattr(accelerator, "has_float64", lambda device, answer=has_float64: answer)

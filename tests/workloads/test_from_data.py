@@ -60,7 +60,7 @@ def photos() -> Path:
     return trained(*PHOTOS)
 
 
-def test_other_classes_are_refused_with_both_lists(photos: Path) -> None:
+def test_other_classes_are_refused_with_both_lists(photos):
     Path("photos/apple").rename("photos/red_apple")
     for overrides in (("parallel=single",), ("parallel=ddp", "data.changed=accept")):
         error = refusal(photos, *overrides)
@@ -68,7 +68,7 @@ def test_other_classes_are_refused_with_both_lists(photos: Path) -> None:
         assert "classes apple, berry, cress, and this data has berry, cress, red_apple" in error.why
 
 
-def test_other_images_are_refused_until_they_are_accepted_for_one_session(photos: Path) -> None:
+def test_other_images_are_refused_until_they_are_accepted_for_one_session(photos):
     original = Path("photos/apple/1.png").read_bytes()
     Image.new("RGB", (9, 9)).save("photos/apple/1.png")  # the number of images stays the same
     assert "18 training and 6 held-out samples then" in refusal(photos).why
@@ -85,7 +85,7 @@ def test_other_images_are_refused_until_they_are_accepted_for_one_session(photos
     assert refusal(photos).key == "data", "the saved config accepts nothing"
 
 
-def test_a_directory_has_the_same_fingerprint_everywhere(tmp_path) -> None:
+def test_a_directory_has_the_same_fingerprint_everywhere(tmp_path):
     def of(root: str, name: str) -> str:
         return fingerprint(tmp_path / root, [{"a": [str(tmp_path / root / "a" / name)]}])
 
@@ -96,7 +96,7 @@ def test_a_directory_has_the_same_fingerprint_everywhere(tmp_path) -> None:
     assert of("one", "b.png") != of("two", "c.png")
 
 
-def test_a_table_that_has_grown_keeps_the_scale_of_the_checkpoint() -> None:
+def test_a_table_that_has_grown_keeps_the_scale_of_the_checkpoint():
     write_table("u,v,y")
     run = trained(*TABLE)
     saved = signature(run, 4)
@@ -109,7 +109,7 @@ def test_a_table_that_has_grown_keeps_the_scale_of_the_checkpoint() -> None:
     assert now["data"]["training"] == 72
 
 
-def test_columns_in_another_order_are_matched_by_name_and_others_refused_with_both_lists() -> None:
+def test_columns_in_another_order_are_matched_by_name_and_others_refused_with_both_lists():
     write_table("u,v,y")
     options = [*TABLE, "epochs=null", "schedule=constant"]
     whole = runner.train([*options, "steps=8"]).directory
@@ -127,7 +127,7 @@ def test_columns_in_another_order_are_matched_by_name_and_others_refused_with_bo
     assert signature(run, 8) == signature(whole, 8)
 
 
-def test_data_that_has_been_moved_is_recognized_and_other_data_refused(photos: Path) -> None:
+def test_data_that_has_been_moved_is_recognized_and_other_data_refused(photos):
     write_table("u,v,y")
     table = trained(*TABLE)
     for place in ("photos", "table.csv"):

@@ -9,7 +9,6 @@ import torch
 from helpers.compose import build_composed_run, compose_config, prepare_session, prepared_workload, train_in
 from helpers.events import scalar_curves
 from helpers.plain_loop import largest_difference, weights_at
-from helpers.ranks import Ranks
 from helpers.runs import assert_bitwise_equal, run_outcome
 from torch.nn import functional
 
@@ -79,7 +78,7 @@ def permutation(count: int, epoch: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("processes", "mode"), MODES.values(), ids=MODES)
-def test_every_mode_equals_a_plain_loop(processes: int, mode: tuple[str, ...], ranks: Ranks, tmp_path) -> None:
+def test_every_mode_equals_a_plain_loop(processes, mode, ranks, tmp_path):
     result = ranks(processes).train(compose_config(*SMALL, *mode), tmp_path)
     weights, losses, errors, evaluation = plain("mse")
     assert largest_difference(weights_at(tmp_path, STEPS), weights) <= 1e-12
@@ -90,7 +89,7 @@ def test_every_mode_equals_a_plain_loop(processes: int, mode: tuple[str, ...], r
         assert result.metrics[tag] == pytest.approx(value, rel=1e-9), "every held-out sample, once"
 
 
-def test_an_ensemble_predicts_the_mean_of_its_members_without_disagreement(ranks: Ranks, tmp_path) -> None:
+def test_an_ensemble_predicts_the_mean_of_its_members_without_disagreement(ranks, tmp_path):
     metrics = ranks(2).train(compose_config(*SMALL, "parallel=ensemble"), tmp_path).metrics
     assert {tag for tag in metrics if tag.startswith("eval/")} == {
         f"eval/{member}{name}" for member in ("", "member_0/", "member_1/") for name in ("loss", "mae", "r2")
@@ -99,7 +98,7 @@ def test_an_ensemble_predicts_the_mean_of_its_members_without_disagreement(ranks
 
 
 @pytest.mark.parametrize("loss_function", ["mae", "huber"])
-def test_the_other_losses_are_those_of_torch(loss_function: str, tmp_path) -> None:
+def test_the_other_losses_are_those_of_torch(loss_function, tmp_path):
     run = train_in(tmp_path, build_composed_run(*SMALL, f"workload.loss_function={loss_function}", "accumulation=2"))
     weights, losses, _, evaluation = plain(loss_function)
     assert largest_difference(weights_at(tmp_path, STEPS), weights) <= 1e-12
@@ -107,7 +106,7 @@ def test_the_other_losses_are_those_of_torch(loss_function: str, tmp_path) -> No
     assert run.result.metrics["eval/loss"] == pytest.approx(evaluation["eval/loss"], rel=1e-9)
 
 
-def test_resume_is_bitwise_exact(tmp_path) -> None:
+def test_resume_is_bitwise_exact(tmp_path):
     whole = train_in(tmp_path / "whole", build_composed_run(*SMALL, "save_every=4", "precision=32"))
     train_in(tmp_path / "parts", build_composed_run(*SMALL, "save_every=4", "precision=32", "steps=4"))
     parts = train_in(tmp_path / "parts", build_composed_run(*SMALL, "save_every=4", "precision=32"))
@@ -132,7 +131,7 @@ def evaluated(inputs: torch.Tensor, targets: torch.Tensor, outputs: torch.Tensor
     return workload.summarize({name: shards[0][name] + shards[1][name] for name in shards[0]})
 
 
-def test_metrics_are_means_over_samples_and_targets() -> None:
+def test_metrics_are_means_over_samples_and_targets():
     inputs = torch.arange(5.0)[:, None]
     targets = torch.tensor([[1.0, 0], [2, 0], [3, 1], [4, 0], [5, 1]])
     outputs = targets + torch.tensor([[1.0, 0], [-1, 0], [0, 0.5], [0, 0], [0, 0]])
@@ -143,12 +142,12 @@ def test_metrics_are_means_over_samples_and_targets() -> None:
 
 
 @pytest.mark.parametrize(("error", "r2"), [(0.0, 1.0), (0.1, 0.0)])
-def test_r2_of_equal_targets_is_that_of_scikit_learn(error: float, r2: float) -> None:
+def test_r2_of_equal_targets_is_that_of_scikit_learn(error, r2):
     inputs, targets = torch.arange(3.0)[:, None], torch.full((3, 1), 0.1)
     assert evaluated(inputs, targets, targets + error)["r2"] == r2
 
 
-def test_the_model_of_a_run_predicts_in_the_units_of_the_file(tmp_path) -> None:
+def test_the_model_of_a_run_predicts_in_the_units_of_the_file(tmp_path):
     rows = "\n".join(f"{x},{3 * x + 1000}" for x in range(200))
     (tmp_path / "line.csv").write_text(f"x,y\n{rows}\n")
     words = ["workload=regression", f"data.file={tmp_path}/line.csv", "model.hidden=[]", "optimizer=sgd"]
@@ -174,7 +173,7 @@ def test_the_model_of_a_run_predicts_in_the_units_of_the_file(tmp_path) -> None:
     (("model=convnet",), "model", "model=qnet"),
     (("workload.loss_function=msle",), "workload.loss_function", "mse"),
 )
-def test_configs_that_cannot_be_trained_are_refused_by_key(words: tuple[str, ...], key: str, word: str) -> None:
+def test_configs_that_cannot_be_trained_are_refused_by_key(words, key, word):
     with pytest.raises(ConfigError) as refused:
         prepare_session(build_composed_run("workload=regression", "device=cpu", *words))
     assert refused.value.key == key

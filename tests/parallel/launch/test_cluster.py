@@ -56,9 +56,7 @@ TORCHRUN_INFO, SLURM_INFO = RankInfo(5, 8, 1, 4, "gpu07", 29500), RankInfo(5, 7,
     (SLURM | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, None),  # `srun --pty bash` starts a single task,
     ids=range(13),
 )
-def test_the_rank_is_read_from_the_variables_of_the_launcher(
-    variables: dict[str, str], found: RankInfo | None, monkeypatch
-) -> None:
+def test_the_rank_is_read_from_the_variables_of_the_launcher(variables, found, monkeypatch):
     assert started(monkeypatch, variables) == found
     assert external_world_size() == (found.world_size if found else 1)
     assert found is None or found.variables().keys() == TORCHRUN.keys()
@@ -68,7 +66,7 @@ def test_the_rank_is_read_from_the_variables_of_the_launcher(
     ("per_node", "node", "wanted"),
     [("4(x2),3", 1, 4), ("4(x2),3", 2, 3), ("2", 0, 2), ("1(x16)", 15, 1)],
 )
-def test_the_number_of_tasks_on_a_node(per_node: str, node: int, wanted: int, monkeypatch) -> None:
+def test_the_number_of_tasks_on_a_node(per_node, node, wanted, monkeypatch):
     rank_info = started(monkeypatch, SLURM | {"SLURM_STEP_TASKS_PER_NODE": per_node, "SLURM_NODEID": str(node)})
     assert rank_info is not None
     assert rank_info.local_world_size == wanted
@@ -81,11 +79,11 @@ def test_the_number_of_tasks_on_a_node(per_node: str, node: int, wanted: int, mo
     ("a-b.cluster.org,c", "a-b.cluster.org"),
     ("gpu[001-128].cluster", "gpu001.cluster"),
 )
-def test_the_first_host_of_a_node_list(nodes: str, wanted: str) -> None:
+def test_the_first_host_of_a_node_list(nodes, wanted):
     assert first_host(nodes) == wanted
 
 
-def test_the_interface_to_a_host() -> None:
+def test_the_interface_to_a_host():
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))  # RFC 5737: reserved for documentation, no host has it

@@ -88,7 +88,7 @@ SESSIONS = (
 """The rank that gets a signal, or None for the command itself; the signal; and when."""
 
 
-def test_resume_after_killed_ranks_and_signals_is_bitwise_exact(tmp_path, undisturbed: dict[str, torch.Tensor]) -> None:
+def test_resume_after_killed_ranks_and_signals_is_bitwise_exact(tmp_path, undisturbed):
     arguments, done = list(LONG), 0
     for rank, number, moment in SESSIONS:
         command = cli.Command(tmp_path, *arguments, *(SLOW_SAVING if moment == "saving" else SLOW_EVALUATIONS))
@@ -134,13 +134,13 @@ def resumed(command: cli.Command, step: int) -> bool:
     pytest.param(("parallel=ensemble",), 1, marks=SLOW),
     ids=str,
 )
-def test_a_killed_rank_ends_the_run(options: tuple[str, ...], rank: int, tmp_path) -> None:
+def test_a_killed_rank_ends_the_run(options, rank, tmp_path):
     command = cli.Command(tmp_path, *LONG, *options)
     command.wait_for_checkpoint().signal_processes(signal.SIGKILL, command.wait_for_rank_pids()[rank])
     assert_crashed(command, rank, KILLED)
 
 
-def test_all_ranks_restart_from_the_last_checkpoint(tmp_path, undisturbed: dict[str, torch.Tensor]) -> None:
+def test_all_ranks_restart_from_the_last_checkpoint(tmp_path, undisturbed):
     command = cli.Command(tmp_path, *LONG, "parallel.max_restarts=2")
     command.wait_for_checkpoint().signal_processes(signal.SIGKILL, command.wait_for_rank_pids()[1])
     again = command.wait_for_rank_pids(2)
@@ -200,18 +200,14 @@ def broken(tmp_path_factory, paused: object) -> dict[tuple[str, int, str], cli.C
 
 
 @pytest.mark.parametrize(("mode", "rank", "how"), BROKEN)
-def test_the_error_names_the_rank_that_stops_or_hangs(
-    mode: str, rank: int, how: str, broken: dict[tuple[str, int, str], cli.Command]
-) -> None:
+def test_the_error_names_the_rank_that_stops_or_hangs(mode, rank, how, broken):
     command, what = broken[mode, rank, how], f"{STOPPED}{TIMEOUT})"
     assert_crashed(command, rank, what)
     assert json.loads((command.single_run_directory / "result.json").read_text())["error"] == f"rank {rank} {what}"
 
 
 @pytest.mark.parametrize("mode", PAUSED)
-def test_a_run_goes_on_after_all_its_processes_were_suspended(
-    mode: str, paused: tuple[dict[str, cli.Command], float]
-) -> None:
+def test_a_run_goes_on_after_all_its_processes_were_suspended(mode, paused):
     command, until = paused[0][mode], paused[1]
     before = int(runs.newest_checkpoint(command.single_run_directory).name[5:])
     time.sleep(max(0, until - time.monotonic()))
@@ -248,13 +244,13 @@ def changed(change: Callable[[Run, Session], Any]) -> Work:
     ids=["step", "exit", "evaluation"],
 )
 def test_the_error_of_a_rank_is_printed_once_with_its_traceback(
-    change: Callable[[Run, Session], Any],
-    rank: int,
-    error: str,
-    line: str,
-    failing: Callable[..., Result],
+    change,
+    rank,
+    error,
+    line,
+    failing,
     capfd,
-) -> None:
+):
     result = failing(changed(change), "save_every=5")
     assert result.status == "crashed"
     assert result.error == f"rank {rank} failed: {error}"
@@ -267,9 +263,7 @@ def test_the_error_of_a_rank_is_printed_once_with_its_traceback(
 
 
 @pytest.mark.parametrize(("rank", "num_bytes"), [(0, 20_000), (1, 1000)])
-def test_a_full_disk_is_explained_without_a_traceback(
-    rank: int, num_bytes: int, failing: Callable[..., Result], capfd
-) -> None:
+def test_a_full_disk_is_explained_without_a_traceback(rank, num_bytes, failing, capfd):
     """With 20,000 bytes a file, rank 0 can write its log, but not the weights; with 1000, rank 1 not its state."""
     result = failing(changed(partial(rank_functions.limit_file_size, rank, num_bytes)), "save_every=5")
     assert result.status == "crashed"
@@ -279,19 +273,19 @@ def test_a_full_disk_is_explained_without_a_traceback(
     assert "Traceback" not in capfd.readouterr().err, "where in the code it was noticed helps nobody"
 
 
-def test_a_file_in_place_of_the_checkpoints_is_refused(failing: Callable[..., Result], tmp_path) -> None:
+def test_a_file_in_place_of_the_checkpoints_is_refused(failing, tmp_path):
     (tmp_path / "checkpoints").write_text("in the way")
     with pytest.raises(ConfigError) as refusal:
         failing(train_rank)
     assert (refusal.value.key, refusal.value.got) == ("resume", str(tmp_path / "checkpoints"))
 
 
-def test_a_rank_whose_log_cannot_be_opened_fails(failing: Callable[..., Result], tmp_path) -> None:
+def test_a_rank_whose_log_cannot_be_opened_fails(failing, tmp_path):
     (tmp_path / "log_rank_1.txt").mkdir()
     assert failing(train_rank).error.startswith("rank 1 failed: IsADirectoryError")
 
 
-def test_ranks_are_restarted_max_restarts_times(failing: Callable[..., Result], tmp_path) -> None:
+def test_ranks_are_restarted_max_restarts_times(failing, tmp_path):
     result = failing(rank_functions.record_attempt_and_fail, "parallel.max_restarts=2")
     assert result.error == "rank 1 failed: RuntimeError: again"
     assert len(set((tmp_path / "attempts").read_text().split())) == 3

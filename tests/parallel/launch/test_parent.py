@@ -19,7 +19,7 @@ LONG = (*runs.TWO_RANK_DDP, "steps=100000", "save_every=10", "log_every=20", "ev
 
 
 @pytest.mark.parametrize("moment", ["start", "saving", "a rank is stopped"])
-def test_a_killed_parent_leaves_nothing_behind(moment: str, tmp_path) -> None:
+def test_a_killed_parent_leaves_nothing_behind(moment, tmp_path):
     command = Command(tmp_path, *LONG, *(["save_every=1"] if moment == "saving" else []))
     ranks = command.wait_for_rank_pids()
     if moment != "start":
@@ -35,7 +35,7 @@ def test_a_killed_parent_leaves_nothing_behind(moment: str, tmp_path) -> None:
     )  # the kernel closes them at the very end
 
 
-def test_a_done_run_that_is_resumed_and_killed_is_no_longer_done(tmp_path) -> None:
+def test_a_done_run_that_is_resumed_and_killed_is_no_longer_done(tmp_path):
     done = Command(tmp_path, *LONG, "steps=10")
     assert done.wait_for_all_processes()[0] == 0
     directory = done.single_run_directory
@@ -70,7 +70,7 @@ def cold(tmp_path) -> Iterator[Callable[..., Any]]:
         process.wait()
 
 
-def test_a_killed_parent_leaves_no_fork_server(cold: Callable[..., Any], tmp_path) -> None:
+def test_a_killed_parent_leaves_no_fork_server(cold, tmp_path):
     process = cold(*LONG)
     assert len(processes_in(tmp_path)) >= 5, "the parent, the tracker of shared memory, the fork server, two ranks"
     process.kill()
@@ -79,7 +79,7 @@ def test_a_killed_parent_leaves_no_fork_server(cold: Callable[..., Any], tmp_pat
 
 
 @pytest.mark.slow
-def test_a_killed_parent_leaves_no_worker_and_no_memory(cold: Callable[..., Any], tmp_path) -> None:
+def test_a_killed_parent_leaves_no_worker_and_no_memory(cold, tmp_path):
     runs.write_images(tmp_path / "images")
     data = ["data=imagefolder", f"data.root={tmp_path}/images", "data.size=8", "data.workers=1", "batch_size=8"]
     few = ["model=tiny", "device=cpu", "device.threads=1", "steps=100000", "save_every=5", "eval_every=0"]
@@ -94,7 +94,7 @@ def test_a_killed_parent_leaves_no_worker_and_no_memory(cold: Callable[..., Any]
 
 
 @pytest.mark.parametrize("mode", ["hogwild", "ensemble", pytest.param("fsdp", marks=pytest.mark.slow)])
-def test_a_signal_to_one_rank_stops_the_run_in_other_modes(mode: str, tmp_path) -> None:
+def test_a_signal_to_one_rank_stops_the_run_in_other_modes(mode, tmp_path):
     command = Command(tmp_path, *LONG, f"parallel={mode}").wait_for_checkpoint()
     command.signal_processes(signal.SIGTERM, command.wait_for_rank_pids()[1])
     code, console = command.wait_for_all_processes()
@@ -102,7 +102,7 @@ def test_a_signal_to_one_rank_stops_the_run_in_other_modes(mode: str, tmp_path) 
     assert f"stopped after step {runs.checkpoint_tensors(command.single_run_directory)['step']}/100000" in console
 
 
-def test_a_ctrl_c_in_a_terminal_stops_the_run_once(cold: Callable[..., Any], tmp_path) -> None:
+def test_a_ctrl_c_in_a_terminal_stops_the_run_once(cold, tmp_path):
     """The signal goes to the whole process group: command, fork server, ranks."""
     process = cold(*LONG)
     os.killpg(process.pid, signal.SIGINT)
@@ -116,7 +116,7 @@ def test_a_ctrl_c_in_a_terminal_stops_the_run_once(cold: Callable[..., Any], tmp
     assert f"stopped after step {runs.checkpoint_tensors(run)['step']}/100000" in console
 
 
-def test_a_second_ctrl_c_ends_the_run_without_saving(tmp_path) -> None:
+def test_a_second_ctrl_c_ends_the_run_without_saving(tmp_path):
     command = Command(tmp_path, *LONG).wait_for_checkpoint()
     stopped = command.wait_for_rank_pids()[1]  # so that the ranks cannot finish their step
     command.signal_processes(signal.SIGSTOP, stopped)

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from helpers.ranks import Ranks
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
 from runner.config.errors import ConfigError
@@ -12,7 +11,7 @@ from runner.parallel.launch.cluster import external_rank_info
 from runner.parallel.launch.processes import ExternalProcesses
 
 
-def test_abort_does_not_end_a_backend_in_agreement_with_the_other_ranks() -> None:
+def test_abort_does_not_end_a_backend_in_agreement_with_the_other_ranks():
     ended = []
 
     class Recording(torch.distributed.ProcessGroup):
@@ -48,9 +47,7 @@ ONE = ("cuda", "GPU-1")
     ([None, None], ("device.kind", "gpu")),
     ids=str,
 )
-def test_devices_that_do_not_fit_together_are_refused_on_all_ranks(
-    devices: list[tuple[str, str] | None], refused: object, ranks: Ranks
-) -> None:
+def test_devices_that_do_not_fit_together_are_refused_on_all_ranks(devices, refused, ranks):
     assert ranks(2).call_on_all(refusal_of_devices, devices) == [refused] * 2
 
 

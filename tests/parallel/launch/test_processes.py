@@ -16,7 +16,7 @@ from helpers import rank_functions, runs
 from helpers.command import TIMEOUT_SECONDS, Command, child_environment, processes_in, run_successfully, wait_until
 from helpers.compose import TINY_CPU, build_composed_run, compose_config, train_in
 from helpers.dry_run import run_in_this_process
-from helpers.ranks import PersistentRanks, Ranks
+from helpers.ranks import PersistentRanks
 
 from runner.parallel.launch import process_group
 from runner.parallel.launch.cluster import RankInfo
@@ -37,7 +37,7 @@ def launched(tmp_path_factory) -> Path:
     return runs.only_run(cwd)
 
 
-def test_one_run_directory_with_a_log_for_each_rank(launched: Path) -> None:
+def test_one_run_directory_with_a_log_for_each_rank(launched):
     names = {path.name for path in launched.iterdir()}
     assert names >= {"log.txt", "log_rank_1.txt", "result.json", "config.yaml", "checkpoints"}
     assert [name for name in names if name.startswith("events")] != []
@@ -52,7 +52,7 @@ def test_one_run_directory_with_a_log_for_each_rank(launched: Path) -> None:
         assert len(lines) == 1, name
 
 
-def test_each_rank_gets_its_rank_info_and_may_get_a_signal_after_training(tmp_path) -> None:
+def test_each_rank_gets_its_rank_info_and_may_get_a_signal_after_training(tmp_path):
     """Ctrl-C also reaches the ranks, so a rank may end its training before it gets the supervisor's signal."""
     run = build_composed_run(*runs.TWO_RANK_DDP, *SHORT, "parallel.processes=3", "batch_size=63")
     found: Any = train_in(tmp_path, run, train_rank=rank_functions.rank_infos).result
@@ -62,7 +62,7 @@ def test_each_rank_gets_its_rank_info_and_may_get_a_signal_after_training(tmp_pa
         assert {each["GLOO_SOCKET_IFNAME"] for each in found} == {"lo"}
 
 
-def test_ranks_share_the_cores_of_a_cpu_quota(monkeypatch) -> None:
+def test_ranks_share_the_cores_of_a_cpu_quota(monkeypatch):
     numbers: list[int] = []
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
@@ -81,7 +81,7 @@ def test_ranks_share_the_cores_of_a_cpu_quota(monkeypatch) -> None:
     ("5", ["device.threads=3"], 3),
     ids=["an equal share of the cores", "device.threads", "OMP_NUM_THREADS", "device.threads wins"],
 )
-def test_the_number_of_threads_of_each_rank(asked: str | None, overrides: list[str], wanted: int) -> None:
+def test_the_number_of_threads_of_each_rank(asked, overrides, wanted):
     config, store = compose_config(*runs.TWO_RANK_DDP, *SHORT, *overrides), create_store()
     infos = [RankInfo(rank, 2, rank, 2, "127.0.0.1", store.port) for rank in (0, 1)]
     with Supervisor(
@@ -112,7 +112,7 @@ def started(tmp_path: Path, *arguments: str, variables: Any = torchrun_variables
 
 
 @pytest.mark.parametrize("variables", [torchrun_variables, slurm_variables])
-def test_externally_launched_processes_train_one_run(variables: Any, tmp_path, launched: Path) -> None:
+def test_externally_launched_processes_train_one_run(variables, tmp_path, launched):
     first, second = started(tmp_path, variables=variables)
     code, console = first.wait_for_all_processes()
     assert code == 0, console
@@ -138,9 +138,7 @@ REFUSALS = [  # the arguments of both ranks, further ones of rank 1, and what bo
 @pytest.mark.parametrize(
     ("arguments", "others", "printed"), REFUSALS, ids=["config", "mode", "rank 0", "data", "sweep"]
 )
-def test_what_one_rank_refuses_ends_all_ranks_with_its_words(
-    arguments: list[str], others: list[str], printed: str, ranks: Ranks, tmp_path
-) -> None:
+def test_what_one_rank_refuses_ends_all_ranks_with_its_words(arguments, others, printed, ranks, tmp_path):
     (tmp_path / "empty").mkdir()
     runs.write_images(tmp_path / "host_0" / "photos")  # but not on the other host
     for code, console in ranks(2).call_on_all(command_in_rank, arguments, others, tmp_path):
@@ -158,7 +156,7 @@ def command_in_rank(arguments: list[str], others: list[str], directory: Path) ->
     return run_in_this_process([*common, *others * rank], directory / f"host_{rank}")
 
 
-def test_processes_that_do_not_come_are_missed_in_words(tmp_path) -> None:
+def test_processes_that_do_not_come_are_missed_in_words(tmp_path):
     own = torchrun_variables(0, runs.free_port())
     command = Command(tmp_path, *TINY_CPU, "parallel=ddp", "parallel.timeout=1", f"output_root={tmp_path}/o", **own)
     code, console = command.wait_for_all_processes()
@@ -166,7 +164,7 @@ def test_processes_that_do_not_come_are_missed_in_words(tmp_path) -> None:
     assert console.startswith("parallel.timeout: got 1.0: of 2 processes, not all have come: ")
 
 
-def test_a_sweep_goes_on_after_a_job_that_failed_on_one_rank(tmp_path, launched: Path) -> None:
+def test_a_sweep_goes_on_after_a_job_that_failed_on_one_rank(tmp_path, launched):
     """Both ranks initialize a new process group, so that the next job gets no messages of the failed one."""
     config = compose_config(*runs.TWO_RANK_DDP, *SHORT)
     ranks = PersistentRanks(2)  # separate from the fixture `ranks`, because this aborts their process group
@@ -185,7 +183,7 @@ def test_a_sweep_goes_on_after_a_job_that_failed_on_one_rank(tmp_path, launched:
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, 1), (signal.SIGTERM, 75)])
-def test_a_killed_process_or_a_signal_to_one_ends_all(number: signal.Signals, code: int, rank: int, tmp_path) -> None:
+def test_a_killed_process_or_a_signal_to_one_ends_all(number, code, rank, tmp_path):
     commands = started(tmp_path, "steps=100000")
     wait_until(lambda: list(tmp_path.glob("outputs/*/*/checkpoints/step_*")))
     commands[rank].signal_processes(number)
@@ -199,7 +197,7 @@ def test_a_killed_process_or_a_signal_to_one_ends_all(number: signal.Signals, co
         )
 
 
-def test_a_stopped_process_ends_the_others(tmp_path) -> None:
+def test_a_stopped_process_ends_the_others(tmp_path):
     first, second = started(tmp_path, "steps=100000", "parallel.timeout=4")
     wait_until(lambda: list(tmp_path.glob("outputs/*/*/checkpoints/step_*")))
     second.signal_processes(signal.SIGSTOP)
@@ -215,7 +213,7 @@ def in_background(cwd: Path, *words: str, **variables: str) -> subprocess.Popen[
 
 
 @pytest.mark.parametrize("nodes", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_two_processes_of_torchrun(nodes: int, tmp_path, launched: Path) -> None:
+def test_two_processes_of_torchrun(nodes, tmp_path, launched):
     """Started by one command, or by two commands, as on two machines."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={nodes}", f"--nproc-per-node={2 // nodes}"]
     torchrun += ["--master-addr=127.0.0.1", f"--master-port={runs.free_port()}"]
@@ -267,7 +265,7 @@ def on_both(link: list[str], cwd: Path, *overrides: str) -> list[subprocess.Pope
 
 
 @pytest.mark.netns
-def test_two_machines(link: list[str], tmp_path, launched: Path) -> None:
+def test_two_machines(link, tmp_path, launched):
     both = on_both(link, tmp_path, *SHORT)
     consoles = [process.communicate(timeout=TIMEOUT_SECONDS)[0] for process in both]
     assert [process.returncode for process in both] == [0, 0], consoles
@@ -275,7 +273,7 @@ def test_two_machines(link: list[str], tmp_path, launched: Path) -> None:
 
 
 @pytest.mark.netns
-def test_a_broken_network_link_ends_the_processes_on_both_machines(link: list[str], tmp_path) -> None:
+def test_a_broken_network_link_ends_the_processes_on_both_machines(link, tmp_path):
     both = on_both(link, tmp_path, *SHORT, "steps=100000", "parallel.timeout=15")
     wait_until(lambda: list(tmp_path.glob("outputs/*/*/checkpoints/step_*")))
     ip("-n", link[0], "link", "set", link[0], "down")

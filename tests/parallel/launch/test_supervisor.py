@@ -54,11 +54,11 @@ def outcome(*works: Callable[[], Any]) -> list[Any]:
         return ranks.wait(StopRequest())
 
 
-def test_values_come_in_the_order_of_ranks() -> None:
+def test_values_come_in_the_order_of_ranks():
     assert outcome(*(partial(int, rank) for rank in range(3))) == [0, 1, 2]
 
 
-def test_a_report_sent_just_before_the_rank_ends_is_read() -> None:
+def test_a_report_sent_just_before_the_rank_ends_is_read():
     """A rank may report and end after its pipe was read, but before the supervisor checks which ranks are alive."""
     with Supervisor(report_result_of, [(RETURN_ONE,)], TIMEOUT_SECONDS) as ranks:
         ranks.processes[0].join(TIMEOUT_SECONDS)
@@ -66,7 +66,7 @@ def test_a_report_sent_just_before_the_rank_ends_is_read() -> None:
         assert ranks.wait(StopRequest()) == [1]
 
 
-def test_a_config_error_of_a_rank_is_raised_unchanged() -> None:
+def test_a_config_error_of_a_rank_is_raised_unchanged():
     """Also if the rank that has lost its peer reports first."""
     refusal = ConfigError("model", "x", "it is no model", "take another")
     with pytest.raises(ConfigError) as caught:
@@ -74,7 +74,7 @@ def test_a_config_error_of_a_rank_is_raised_unchanged() -> None:
     assert (caught.value.key, caught.value.got, caught.value.remedy) == ("model", "x", "take another")
 
 
-def test_the_heartbeat_timeout_starts_at_the_first_heartbeat(monkeypatch) -> None:
+def test_the_heartbeat_timeout_starts_at_the_first_heartbeat(monkeypatch):
     """For its first heartbeat, a rank has the timeout plus START_SECONDS, because it may still be importing torch."""
     monkeypatch.setattr(supervisor, "GRACE_SECONDS", 0.3)
     with Supervisor(work.send_nothing, [(None,)], 0.5) as ranks:
@@ -95,9 +95,7 @@ def test_the_heartbeat_timeout_starts_at_the_first_heartbeat(monkeypatch) -> Non
     ([7, 6], [None, None], 4, False),
     ([7, 6], [None, Report(value=1)], 99, False),  # rank 1 is done, so that no rank waits for it,
 )
-def test_ranks_that_wait_for_a_hanging_rank_are_detected(
-    progress: list[int], reports: list[Report | None], seconds: float, stalled: bool
-) -> None:
+def test_ranks_that_wait_for_a_hanging_rank_are_detected(progress, reports, seconds, stalled):
     ranks = Supervisor(report_result_of, [], 5)
     ranks.progress.update(enumerate(progress))
     ranks.reports, ranks.stalled = reports, seconds
@@ -105,14 +103,14 @@ def test_ranks_that_wait_for_a_hanging_rank_are_detected(
     assert not stalled or ranks._first([], {})[0] == 1, "the rank that has started the fewest collectives is blamed"
 
 
-def test_a_stop_signal_is_forwarded_to_all_ranks() -> None:
+def test_a_stop_signal_is_forwarded_to_all_ranks():
     stop = StopRequest()
     stop.received = "SIGTERM"
     with Supervisor(report_result_of, [(work.wait_for_signal,)] * 2, TIMEOUT_SECONDS) as ranks:
         assert ranks.wait(stop) == ["SIGUSR1"] * 2
 
 
-def test_ranks_start_with_signals_blocked() -> None:
+def test_ranks_start_with_signals_blocked():
     """A signal that arrives before a rank has installed its handlers does not kill the rank."""
     with Supervisor(report_result_of, [(work.wait_for_signal,)] * 2, TIMEOUT_SECONDS) as ranks:
         for process, number in zip(ranks.processes, (signal.SIGTERM, signal.SIGINT), strict=True):
@@ -120,7 +118,7 @@ def test_ranks_start_with_signals_blocked() -> None:
         assert ranks.wait(StopRequest()) == ["SIGTERM", "SIGINT"]
 
 
-def test_an_interrupt_or_a_rank_that_cannot_start_leaves_no_rank_behind() -> None:
+def test_an_interrupt_or_a_rank_that_cannot_start_leaves_no_rank_behind():
     """That no rank is left is checked after each test."""
     with pytest.raises(KeyboardInterrupt), Supervisor(report_result_of, [(sleep_until_killed,)] * 2, TIMEOUT_SECONDS):
         raise KeyboardInterrupt
@@ -129,7 +127,7 @@ def test_an_interrupt_or_a_rank_that_cannot_start_leaves_no_rank_behind() -> Non
         Supervisor(report_result_of, [(sleep_until_killed,), (unpicklable,)], TIMEOUT_SECONDS)
 
 
-def test_a_dead_fork_server_is_noticed_and_replaced(tmp_path) -> None:
+def test_a_dead_fork_server_is_noticed_and_replaced(tmp_path):
     """In a fork of this process, so that the other tests keep their fork server."""
     if (pid := os.fork()) == 0:
         try:
@@ -183,16 +181,14 @@ LATER = report_of(TypeError("y"))
     ([1, 1], [OTHERS, OTHERS], [], "rank 0 failed: RuntimeError: [gloo"),
     ([0, 1], [DONE, OTHERS], [], "rank 1 failed: RuntimeError: [gloo"),
 )
-def test_the_rank_that_caused_the_failure_is_blamed(
-    codes: list[int | None], reports: list[Report | None], silent: list[int], wanted: str
-) -> None:
+def test_the_rank_that_caused_the_failure_is_blamed(codes, reports, silent, wanted):
     bad = {rank: report for rank, report in enumerate(reports) if report and not report.succeeded}
     rank, what, trace = ended(codes, reports, TIMEOUT_SECONDS)._first(silent, bad)
     assert f"rank {rank} {what}".startswith(wanted)
     assert bool(trace) == ("failed" in wanted)
 
 
-def test_a_rank_that_aborts_before_the_timeout_is_itself_to_blame() -> None:
+def test_a_rank_that_aborts_before_the_timeout_is_itself_to_blame():
     """NCCL's watchdog aborts a process for a failed operation, too; the others then wait."""
     assert ended([None, -6], [None, None], 0)._first([], {}) == (1, "was killed by SIGABRT", "")
 
@@ -207,7 +203,7 @@ def ended(codes: list[int | None], reports: list[Report | None], seconds: float)
     return ranks
 
 
-def test_the_report_of_a_crashed_error_contains_its_cause_and_result() -> None:
+def test_the_report_of_a_crashed_error_contains_its_cause_and_result():
     try:
         try:
             raise ValueError("the cause")
@@ -234,5 +230,5 @@ REMOTE = "ncclRemoteError: A call failed possibly due to a network error or a re
     (DistNetworkError("refused"), True),
     (RuntimeError("size mismatch"), False),
 )
-def test_errors_of_a_lost_peer_are_recognized(error: Exception, by_others: bool) -> None:
+def test_errors_of_a_lost_peer_are_recognized(error, by_others):
     assert report_of(error).by_others == by_others

@@ -11,7 +11,6 @@ from helpers.events import scalar_curves
 from helpers.narrow_resnet import use_narrow_resnet
 from helpers.plain_loop import PLAIN_LOOP_OVERRIDES, largest_difference, weights_at
 from helpers.rank_functions import overflow_at
-from helpers.ranks import Ranks
 
 from runner.parallel.session import Session
 from runner.run import Run, build_run
@@ -25,7 +24,7 @@ def run_here(directory: Path, *overrides: str, change: Any = None) -> None:
     train_in(directory, build_composed_run(*overrides), change)
 
 
-def test_middle_stages_read_no_samples_and_only_the_first_one_evaluates(ranks: Ranks, tmp_path) -> None:
+def test_middle_stages_read_no_samples_and_only_the_first_one_evaluates(ranks, tmp_path):
     result = ranks(3).train(compose_config(*PIPELINE), tmp_path / "three", read_as_little_as_possible)
     assert (result.status, result.steps) == ("done", 3)
     run_here(tmp_path / "one", *COMMON)
@@ -41,7 +40,7 @@ def read_as_little_as_possible(run: Run, session: Session) -> None:
 
 
 @pytest.mark.parametrize("log_every", [1, pytest.param(100, marks=pytest.mark.slow)])
-def test_all_stages_skip_an_update_if_a_gradient_of_one_stage_overflows(log_every: int, ranks: Ranks, tmp_path) -> None:
+def test_all_stages_skip_an_update_if_a_gradient_of_one_stage_overflows(log_every, ranks, tmp_path):
     overrides = (*COMMON, "steps=10", "precision=16", f"log_every={log_every}", "schedule=onecycle")
     run_here(tmp_path / "one", *overrides, "accumulation=8", change=partial(overflow_at, 2))
     config = compose_config(*overrides, "parallel=pipeline", "parallel.num_micro_batches=8")
@@ -66,9 +65,7 @@ def accumulated(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("engine", ["processes", "streams"])
-def test_batch_normalization_uses_the_statistics_of_each_micro_batch(
-    engine: str, accumulated: Path, ranks: Ranks, tmp_path
-) -> None:
+def test_batch_normalization_uses_the_statistics_of_each_micro_batch(engine, accumulated, ranks, tmp_path):
     """Running statistics are compared too, also after a resume in stages that are cut elsewhere."""
     overrides = (*BATCH_NORM, "parallel=pipeline", "parallel.split_size=4", f"parallel.engine={engine}")
     if engine == "streams":
@@ -79,7 +76,7 @@ def test_batch_normalization_uses_the_statistics_of_each_micro_batch(
     assert largest_difference(weights_at(tmp_path, 2), weights_at(accumulated, 2)) <= 1e-13
 
 
-def test_deferred_statistics_are_those_of_the_whole_batch(ranks: Ranks, tmp_path) -> None:
+def test_deferred_statistics_are_those_of_the_whole_batch(ranks, tmp_path):
     """Running statistics are compared in the first layer, whose inputs do not depend on micro-batches."""
     short = ("data.size=32", "steps=1")  # with smaller images, two samples have too few values in the last layers
     run_here(tmp_path / "one", *BATCH_NORM, *short, change=use_narrow_resnet)
@@ -97,7 +94,7 @@ def test_deferred_statistics_are_those_of_the_whole_batch(ranks: Ranks, tmp_path
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "interleaved_1f1b"])
-def test_each_process_holds_only_its_own_stages(schedule: str, ranks: Ranks, tmp_path) -> None:
+def test_each_process_holds_only_its_own_stages(schedule, ranks, tmp_path):
     names = ranks(2).call_on_all(names_held, compose_config(*PIPELINE, f"parallel.schedule={schedule}"), tmp_path)
     build = build_composed_run(*TINY_CPU).workload.model.build  # type: ignore[attr-defined]
     everything = {name for name, _ in build((1, 8, 8), 10).named_parameters()}
@@ -116,7 +113,7 @@ def names_held(config: dict[str, Any], directory: Path) -> list[str]:
     return list(held)
 
 
-def test_a_loss_that_is_not_finite_stops_all_processes(ranks: Ranks, tmp_path) -> None:
+def test_a_loss_that_is_not_finite_stops_all_processes(ranks, tmp_path):
     result = ranks(2).train(compose_config(*PIPELINE, "optimizer.lr=1000", "steps=30"), tmp_path)
     assert result.status == "diverged"
     assert "is not finite at step" in result.error

@@ -28,7 +28,7 @@ NAMES = ["stem", "layer1.0", "layer1.1", "layer2.0", "layer2.1", "head"]
     ("asked", "found"),
     [(["layer2.0"], [3]), (["layer2"], [3]), (["layer1", "layer2.1"], [1, 4]), (["layer1.1", "head"], [2, 5])],
 )
-def test_a_cut_is_the_name_of_a_block_or_layer(asked: list[str], found: list[int]) -> None:
+def test_a_cut_is_the_name_of_a_block_or_layer(asked, found):
     assert partitioning.positions_of(asked, NAMES) == found
 
 
@@ -38,7 +38,7 @@ def test_a_cut_is_the_name_of_a_block_or_layer(asked: list[str], found: list[int
     (["layer2", "layer1"], "parallel.cuts=[layer1.0,layer2.0]"),
     (["layer2", "layer2.0"], "parallel.cuts=[layer2.0]"),
 )
-def test_invalid_cuts_are_refused(asked: list[str], remedy: str) -> None:
+def test_invalid_cuts_are_refused(asked, remedy):
     with pytest.raises(ConfigError) as refusal:
         partitioning.positions_of(asked, NAMES)
     assert refusal.value.key == "parallel.cuts"
@@ -52,7 +52,7 @@ def slowest(seconds: list[float], cut: tuple[int, ...] | list[int]) -> float:
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
-def test_balanced_minimizes_the_time_of_the_slowest_stage(num_stages: int) -> None:
+def test_balanced_minimizes_the_time_of_the_slowest_stage(num_stages):
     draw = random.Random(0)
     for _ in range(20):
         seconds = [draw.random() ** 3 for _ in range(draw.randint(num_stages, 9))]
@@ -64,7 +64,7 @@ def test_balanced_minimizes_the_time_of_the_slowest_stage(num_stages: int) -> No
     assert partitioning.balanced([9, 1, 1, 1, 1], 3) == [1, 3], "even stages among equally fast partitions"
 
 
-def test_the_checks_allocate_no_weights() -> None:
+def test_the_checks_allocate_no_weights():
     run = build_composed_run("model=resnet50", "data.size=8", "parallel=pipeline", "parallel.cuts=[layer2]")
     run.workload.prepare()
     assert all(parameter.is_meta for parameter in without_memory(run.workload.build_model).parameters())
@@ -74,7 +74,7 @@ def test_the_checks_allocate_no_weights() -> None:
     assert refusal.value.remedy == "at most parallel.stages=18"
 
 
-def test_a_network_that_lists_no_blocks_is_refused() -> None:
+def test_a_network_that_lists_no_blocks_is_refused():
     with pytest.raises(ConfigError) as refusal:
         partitioning.blocks_of(torch.nn.Linear(1, 1))
     assert (refusal.value.key, refusal.value.got) == ("model", "Linear")
@@ -105,7 +105,7 @@ class SlowNetwork(torch.nn.ModuleDict):
 
 
 @pytest.mark.parametrize("frozen", [(), ("a", "c")])
-def test_the_time_of_each_block_is_measured(frozen: tuple[str, ...], monkeypatch) -> None:
+def test_the_time_of_each_block_is_measured(frozen, monkeypatch):
     """The outputs of a frozen first block need no gradient, so there is no backward pass."""
     monkeypatch.setattr(partition.time, "perf_counter", lambda: Slow.now)
     network = SlowNetwork({"a": Slow(0.01), "b": Slow(0.03), "c": Slow(0.01)})
@@ -118,7 +118,7 @@ def test_the_time_of_each_block_is_measured(frozen: tuple[str, ...], monkeypatch
 
 
 @pytest.mark.parametrize("timed", [True, False])
-def test_shapes_and_dtypes_are_found_and_the_network_is_unchanged(timed: bool) -> None:
+def test_shapes_and_dtypes_are_found_and_the_network_is_unchanged(timed):
     model = ConvNet(1, 8, 8, 10, channels=[4, 8], kernel_size=3, padding=1)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     precision = BFloat16()
@@ -137,7 +137,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("channels_last", [True, False])
-def test_activations_and_gradients_are_sent_as_contiguous_tensors(channels_last: bool) -> None:
+def test_activations_and_gradients_are_sent_as_contiguous_tensors(channels_last):
     layout = torch.channels_last if channels_last else torch.contiguous_format
     convolutions = [nn.Conv2d(4, 4, 3, padding=1).to(memory_format=layout) for _ in range(2)]  # type: ignore[call-overload]
     first, second = (
@@ -164,7 +164,7 @@ def test_activations_and_gradients_are_sent_as_contiguous_tensors(channels_last:
         torch.testing.assert_close(convolution.weight.grad, gradient)
 
 
-def test_every_tensor_belongs_to_one_stage() -> None:
+def test_every_tensor_belongs_to_one_stage():
     model = ResNet(18, num_classes=5)
     model.register_parameter("conv1_extra", nn.Parameter(torch.zeros(())))  # in no block: it belongs to the first stage
     blocks = [block for _, block in model.blocks()]
@@ -175,14 +175,14 @@ def test_every_tensor_belongs_to_one_stage() -> None:
     }
 
 
-def test_shared_weights_are_refused() -> None:
+def test_shared_weights_are_refused():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     model[1].weight = model[0].weight
     with pytest.raises(ConfigError, match=r"stages 0 and 1 share 0\.weight"):
         partitioning.Partition().stage_of_each_tensor(model, [[model[0]], [model[1]]])
 
 
-def test_tied_weights_within_a_stage_stay_tied() -> None:
+def test_tied_weights_within_a_stage_stay_tied():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
     model[1].weight = model[0].weight
     expected = model[1](model[0](torch.ones(1, 2)))
@@ -196,7 +196,7 @@ def test_tied_weights_within_a_stage_stay_tied() -> None:
 ONE, TWO = torch.device("cuda", 0), torch.device("cuda", 1)
 
 
-def test_each_stage_has_a_different_micro_batch_in_each_clock_cycle() -> None:
+def test_each_stage_has_a_different_micro_batch_in_each_clock_cycle():
     assert list(clock(3, 2)) == [(0, 0), (1, 0), (0, 1), (2, 0), (1, 1), (2, 1)]
 
 
@@ -206,7 +206,7 @@ def stages() -> list[partitioning.StageModule]:
     return [partitioning.StageModule([block], False, False, False, nullcontext) for block in blocks]
 
 
-def test_the_recording_has_every_computation() -> None:
+def test_the_recording_has_every_computation():
     timeline = Timeline([CPU])
     timeline.begin(lambda: None)
     engine = StreamEngine(stages(), [CPU] * 3, 4, timeline)
@@ -219,7 +219,7 @@ def test_the_recording_has_every_computation() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_two_gpus_compute_the_same_as_one() -> None:
+def test_two_gpus_compute_the_same_as_one():
     for devices in ([ONE, ONE, ONE], [ONE, TWO, TWO]):
         own = [stage.to(device) for stage, device in zip(stages(), devices, strict=True)]
         torch.manual_seed(1)

@@ -30,7 +30,7 @@ def gpipe(num_stages: int, num_micros: int, forward: list[float], backward: list
 
 
 @pytest.mark.parametrize(("stages", "micros"), [(2, 1), (2, 8), (3, 5), (4, 4)])
-def test_the_bubble_of_equal_stages_equals_the_theory(stages: int, micros: int) -> None:
+def test_the_bubble_of_equal_stages_equals_the_theory(stages, micros):
     found = bubble(gpipe(stages, micros, [1.0] * stages, [2.0] * stages), stages)
     theory = (stages - 1) / (micros + stages - 1)
     for which in ("", "_theory", "_bound"):  # no schedule does better with stages that are whole
@@ -41,7 +41,7 @@ def test_the_bubble_of_equal_stages_equals_the_theory(stages: int, micros: int) 
     assert not found
 
 
-def test_the_slowest_stage_determines_the_bound() -> None:
+def test_the_slowest_stage_determines_the_bound():
     found = bubble(gpipe(2, 4, [1.0, 3.0], [2.0, 4.0]), 2)
     assert [found[f"pipeline/worker_{worker}_busy"] for worker in (0, 1)] == [12.0, 28.0]
     seconds = 12.0 + found["pipeline/worker_0_idle"]
@@ -51,7 +51,7 @@ def test_the_slowest_stage_determines_the_bound() -> None:
     assert found["pipeline/bubble_bound"] == pytest.approx(1 - 40 / (2 * least))
 
 
-def test_the_bound_assumes_that_gradients_of_weights_are_computed_last() -> None:
+def test_the_bound_assumes_that_gradients_of_weights_are_computed_last():
     """The bound is 1 s before the second worker's work, and 4 s of its work; the other's backward pass is meanwhile."""
     forward, backward = [(0, 0, 1), (1, 1, 2)], [(1, 2, 3), (0, 3, 4)]
     spans = [Span(stage, "forward", 0, start, stop) for stage, start, stop in forward]
@@ -60,14 +60,14 @@ def test_the_bound_assumes_that_gradients_of_weights_are_computed_last() -> None
     assert found["pipeline/bubble_bound"] == found["pipeline/bubble"] == pytest.approx(0.3)
 
 
-def test_the_busy_time_of_a_worker_includes_all_of_its_stages() -> None:
+def test_the_busy_time_of_a_worker_includes_all_of_its_stages():
     spans = [Span(stage, "forward", micro, stage + micro, stage + micro + 1) for stage in range(4) for micro in (0, 2)]
     found = bubble([*spans, Span(0, "forward", 3, 9, 10)], 2)
     assert [found[f"pipeline/worker_{worker}_busy"] for worker in (0, 1)] == [5.0, 4.0]
     assert found["pipeline/bubble_theory"] == 1 / (2 * 4 + 1)
 
 
-def test_a_timeline_records_while_it_is_on(monkeypatch) -> None:
+def test_a_timeline_records_while_it_is_on(monkeypatch):
     seconds = iter((10.0, 10.5, 12.0))  # time zero, and the start and stop of a computation
     monkeypatch.setattr("runner.parallel.pipelining.timeline.time.perf_counter", lambda: next(seconds))
     timeline, waited = Timeline([CPU, CPU]), []
@@ -86,7 +86,7 @@ def test_a_timeline_records_while_it_is_on(monkeypatch) -> None:
     assert timeline.take() == [], "once"
 
 
-def test_the_picture_has_a_box_for_each_computation_in_the_color_of_its_kind() -> None:
+def test_the_picture_has_a_box_for_each_computation_in_the_color_of_its_kind():
     spans = [(0, "forward", 0, 0.0, 0.1), (1, "forward", 0, 0.1, 0.2), (1, "backward", 0, 0.2, 0.4)]
     spans += [(2, "forward", 0, 0.4, 0.5), (0, "weights", 0, 0.6, 1.0)]
     picture = gantt(list(itertools.starmap(Span, spans)), 2, "a step")

@@ -86,7 +86,7 @@ def replay_transitions(replay: Replay) -> dict[tuple, tuple]:
     return {tuple(o): (a[0], r[0], tuple(following), d[0]) for o, a, r, following, d in rows}
 
 
-def test_only_finished_episodes_are_reported(monkeypatch) -> None:
+def test_only_finished_episodes_are_reported(monkeypatch):
     agent = scripted_actor(monkeypatch, 2, 3, 0.9)
     for _ in range(60):
         agent.step(None, 1.0)
@@ -98,7 +98,7 @@ def test_only_finished_episodes_are_reported(monkeypatch) -> None:
     assert agent.take_episodes() == {}
 
 
-def test_actions_are_random_without_a_policy_and_greedy_without_exploration(monkeypatch) -> None:
+def test_actions_are_random_without_a_policy_and_greedy_without_exploration(monkeypatch):
     actor = scripted_actor(monkeypatch, 4, 1, 0.9)
     for _ in range(200):
         actor.step(None, 0.0)
@@ -111,7 +111,7 @@ def test_actions_are_random_without_a_policy_and_greedy_without_exploration(monk
     assert actor.num_steps == 250 * 4
 
 
-def test_the_possible_returns_are_those_of_the_rewards_seen_so_far(monkeypatch) -> None:
+def test_the_possible_returns_are_those_of_the_rewards_seen_so_far(monkeypatch):
     agent = scripted_actor(monkeypatch, 2, 3, 0.9)
     assert agent.possible_returns() == (0.0, 0.0)
     for _ in range(60):
@@ -125,14 +125,14 @@ def test_the_possible_returns_are_those_of_the_rewards_seen_so_far(monkeypatch) 
     assert restored.possible_returns() == agent.possible_returns()
 
 
-def test_returns_without_a_discount_or_beyond_float32_are_not_bounded(monkeypatch) -> None:
+def test_returns_without_a_discount_or_beyond_float32_are_not_bounded(monkeypatch):
     for discount, rewards in ((1.0, (0.0, 0.0)), (0.9, (0.0, 1e38))):
         agent = scripted_actor(monkeypatch, 2, 3, discount)
         agent.load_state_dict(agent.state_dict() | {"rewards": rewards})
         assert agent.possible_returns() == (-math.inf, math.inf)
 
 
-def test_a_restored_actor_continues_with_the_same_exploration(monkeypatch) -> None:
+def test_a_restored_actor_continues_with_the_same_exploration(monkeypatch):
     """The state of these environments cannot be saved, but exploration, samples and counts continue."""
     first = scripted_actor(monkeypatch, 2, 2, 0.9)
     for _ in range(30):
@@ -165,7 +165,7 @@ def explored(chance: float, num_steps: int, exponent: float = 2.0) -> tuple[np.n
 
 
 @pytest.mark.parametrize("exponent", [2.0, 1.0, 0.0])
-def test_repetition_lengths_have_the_distribution_of_the_paper(exponent: float) -> None:
+def test_repetition_lengths_have_the_distribution_of_the_paper(exponent):
     """Each repetition has its own action, so the length of a repetition is the number of steps with its action."""
     explores, actions = explored(1.0, 400, exponent)
     assert explores.all()
@@ -176,7 +176,7 @@ def test_repetition_lengths_have_the_distribution_of_the_paper(exponent: float) 
     assert counts / counts.sum() == pytest.approx(chances / chances.sum(), abs=0.01)
 
 
-def test_the_end_of_an_episode_ends_the_repetition() -> None:
+def test_the_end_of_an_episode_ends_the_repetition():
     random, repeats = np.random.default_rng(0), Repeats(NUM_ENVS, LONGEST)
     everywhere, nowhere = np.ones(NUM_ENVS, bool), np.zeros(NUM_ENVS, bool)
     repeats.extend(everywhere, np.zeros(NUM_ENVS, np.int64), random)
@@ -189,7 +189,7 @@ def test_the_end_of_an_episode_ends_the_repetition() -> None:
 
 @pytest.mark.parametrize("length", [1, 2, 3, 5])
 @pytest.mark.parametrize("num_envs", [1, 3])
-def test_every_transition_equals_that_of_a_slow_reference(length: int, num_envs: int, monkeypatch) -> None:
+def test_every_transition_equals_that_of_a_slow_reference(length, num_envs, monkeypatch):
     agent = scripted_actor(monkeypatch, num_envs, length, 0.9)
     for steps in range(1, 120):
         agent.step(None, 1.0)
@@ -207,7 +207,7 @@ def test_every_transition_equals_that_of_a_slow_reference(length: int, num_envs:
     assert agent.num_episodes in range(whole, whole + num_envs + 1)
 
 
-def test_a_restored_buffer_continues_bitwise() -> None:
+def test_a_restored_buffer_continues_bitwise():
     random = np.random.default_rng(0)
     buffers = [NStepBuffer(3, 2, 4, 0.9) for _ in range(2)]
     for time in range(40):
@@ -226,7 +226,7 @@ def numbered(start: int, count: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("block", [1, 3, 7, 10, 25])
-def test_new_transitions_overwrite_the_oldest(block: int) -> None:
+def test_new_transitions_overwrite_the_oldest(block):
     replay = Replay(10, 1)
     address = replay.rows.data_ptr()
     for start in range(0, 10 * block, block):
@@ -238,7 +238,7 @@ def test_new_transitions_overwrite_the_oldest(block: int) -> None:
 
 
 @pytest.mark.parametrize(("saved", "capacity"), [(4, 10), (13, 10), (13, 4), (13, 30), (4, 2)])
-def test_a_saved_replay_is_loaded_into_one_of_any_capacity(saved: int, capacity: int) -> None:
+def test_a_saved_replay_is_loaded_into_one_of_any_capacity(saved, capacity):
     before, after = Replay(10, 1), Replay(capacity, 1)
     before.add(numbered(0, saved))
     after.load_state_dict(before.state_dict())
@@ -248,7 +248,7 @@ def test_a_saved_replay_is_loaded_into_one_of_any_capacity(saved: int, capacity:
         after.add(numbered(start, 1))
 
 
-def test_samples_are_uniform_and_unpack_to_what_was_stored(monkeypatch) -> None:
+def test_samples_are_uniform_and_unpack_to_what_was_stored(monkeypatch):
     agent = scripted_actor(monkeypatch, 1, 1, 0.9)
     for _ in range(200):
         agent.step(None, 1.0)

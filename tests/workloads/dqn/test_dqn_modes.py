@@ -65,9 +65,7 @@ PARITY = [
 
 
 @pytest.mark.parametrize(("mode", "accumulation"), PARITY)
-def test_every_mode_equals_plain_torch_on_the_same_transitions(
-    mode: str, accumulation: int, ranks: Ranks, tmp_path
-) -> None:
+def test_every_mode_equals_plain_torch_on_the_same_transitions(mode, accumulation, ranks, tmp_path):
     overrides = (f"parallel={mode.split()[0]}", f"accumulation={accumulation}", f"max_grad_norm={CLIP}", "precision=64")
     result = do(ranks, MODES[mode], tmp_path / "run", *overrides, change=draw_given)
     assert (result.status, result.world_size) == ("done", MODES[mode])
@@ -79,7 +77,7 @@ def test_every_mode_equals_plain_torch_on_the_same_transitions(
 
 
 @pytest.mark.parametrize("mode", ["single", "ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
-def test_every_mode_equals_plain_torch_in_float32_up_to_rounding(mode: str, ranks: Ranks, tmp_path) -> None:
+def test_every_mode_equals_plain_torch_in_float32_up_to_rounding(mode, ranks, tmp_path):
     overrides = (f"parallel={mode}", "accumulation=2", f"max_grad_norm={CLIP}")
     do(ranks, MODES[mode], tmp_path / "run", *overrides, change=draw_given)
     assert largest_difference(weights_at(tmp_path / "run", STEPS), plain(0)[0]) <= 2e-6  # Adam, as in test_parity_modes
@@ -90,8 +88,8 @@ def test_every_mode_equals_plain_torch_in_float32_up_to_rounding(mode: str, rank
     [("single", "16", 1), ("dp", "bf16", 1), ("ddp", "16", 4), ("fsdp", "bf16", 4), ("ensemble", "16", 1)],
 )
 def test_every_precision_and_accumulation_keeps_the_number_of_environment_steps(
-    mode: str, precision: str, accumulation: int, ranks: Ranks, tmp_path
-) -> None:
+    mode, precision, accumulation, ranks, tmp_path
+):
     overrides = (f"parallel={mode}", f"precision={precision}", f"accumulation={accumulation}", "steps=4")
     processes = MODES.get(mode, 2)
     result = do(ranks, processes, tmp_path, *overrides, "env.max_episode_steps=5")  # in which no pole falls
@@ -104,7 +102,7 @@ def test_every_precision_and_accumulation_keeps_the_number_of_environment_steps(
     assert result.metrics["eval/return"] == 5
 
 
-def test_hogwild_actors_share_the_environment_steps(tmp_path) -> None:
+def test_hogwild_actors_share_the_environment_steps(tmp_path):
     overrides = ("parallel=hogwild", "precision=bf16", "accumulation=4", "log_every=4")
     result = train_in(tmp_path, build_composed_run(*AGENT, *overrides)).result
     assert (result.status, result.steps, result.world_size) == ("done", STEPS, 2)
@@ -113,7 +111,7 @@ def test_hogwild_actors_share_the_environment_steps(tmp_path) -> None:
     assert [step for step, _ in scalar_curves(tmp_path)["hogwild/updates"]] == [4, 8, 12]
 
 
-def test_one_hogwild_actor_equals_single_bitwise(tmp_path) -> None:
+def test_one_hogwild_actor_equals_single_bitwise(tmp_path):
     for name, mode in (("one", "parallel=single"), ("alone", "parallel=hogwild parallel.processes=1")):
         train_in(tmp_path / name, build_composed_run(*AGENT, *mode.split()))
     wanted, got = (weights_at(tmp_path / name, STEPS) for name in ("one", "alone"))
@@ -121,7 +119,7 @@ def test_one_hogwild_actor_equals_single_bitwise(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("mode", ["ddp", "fsdp", "ensemble"])
-def test_an_agent_of_several_processes_resumes_bitwise(mode: str, ranks: Ranks, tmp_path) -> None:
+def test_an_agent_of_several_processes_resumes_bitwise(mode, ranks, tmp_path):
     whole = do(ranks, 2, tmp_path / "whole", f"parallel={mode}")
     first = do(ranks, 2, tmp_path / "halves", f"parallel={mode}", "steps=5")
     assert first.steps == 5
@@ -134,7 +132,7 @@ def test_an_agent_of_several_processes_resumes_bitwise(mode: str, ranks: Ranks, 
     assert second.notes == whole.notes
 
 
-def test_members_vote_by_their_mean_action_values(ranks: Ranks, tmp_path) -> None:
+def test_members_vote_by_their_mean_action_values(ranks, tmp_path):
     result = do(ranks, 2, tmp_path / "run", "parallel=ensemble", "optimizer.lr=0.05")
     checkpoint = tmp_path / "run/checkpoints" / f"step_{STEPS:08d}"
     second = torch.load(checkpoint / "rank_1.pt", weights_only=True)["parallel"]["tensors"]

@@ -80,9 +80,7 @@ class Reference:
     ("num_envs", "n_step", "stack", "capacity", "clips", "life_ends"),
     [(1, 1, 4, 40, True, True), (3, 1, 4, 90, False, False), (2, 3, 3, 61, True, False), (3, 5, 1, 60, False, True)],
 )
-def test_every_transition_equals_that_of_a_slow_reference(
-    num_envs: int, n_step: int, stack: int, capacity: int, clips: bool, life_ends: bool
-) -> None:
+def test_every_transition_equals_that_of_a_slow_reference(num_envs, n_step, stack, capacity, clips, life_ends):
     actor = catch_actor(num_envs, n_step, stack, capacity, clip_rewards=clips, terminal_on_life_loss=life_ends)
     vector: Any = actor.vector
     seeds = list(range(num_envs))
@@ -110,7 +108,7 @@ def test_every_transition_equals_that_of_a_slow_reference(
     assert len(kinds) > 1
 
 
-def test_sampled_transitions_are_uniform_and_only_complete_ones() -> None:
+def test_sampled_transitions_are_uniform_and_only_complete_ones():
     actor = catch_actor(2, 2, 4, 60)
     for _ in range(90):
         actor.step(None, 1.0)
@@ -152,7 +150,7 @@ def write(parts: dict[str, Any], directory: Path) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize(("num_steps", "capacity"), [(100, 10_000), (300, 10_000), (300, 2400), (420, 2400)])
-def test_a_buffer_restored_from_its_parts_has_the_same_transitions(num_steps: int, capacity: int, tmp_path) -> None:
+def test_a_buffer_restored_from_its_parts_has_the_same_transitions(num_steps, capacity, tmp_path):
     replay = filled(num_steps, capacity)
     state, parts = replay.state_dict(), replay.parts()
     files = write(parts, tmp_path)
@@ -169,7 +167,7 @@ def test_a_buffer_restored_from_its_parts_has_the_same_transitions(num_steps: in
     assert not filled(0, capacity + 20 * NUM_ENVS).fits(state)
 
 
-def test_a_part_keeps_its_name_and_its_content_while_the_buffer_grows(tmp_path) -> None:
+def test_a_part_keeps_its_name_and_its_content_while_the_buffer_grows(tmp_path):
     replay, contents = filled(300, 10_000), []
     for index, steps in enumerate((0, 100)):
         add(replay, NStepBuffer(NUM_ENVS, 1, 1, 0.9), 300, 300 + steps)
@@ -181,7 +179,7 @@ def test_a_part_keeps_its_name_and_its_content_while_the_buffer_grows(tmp_path) 
     assert contents[0].items() <= contents[1].items()
 
 
-def test_frames_are_not_overwritten_before_a_checkpoint_in_the_background_has_them(tmp_path) -> None:
+def test_frames_are_not_overwritten_before_a_checkpoint_in_the_background_has_them(tmp_path):
     replay = filled(300, 2400)  # the ring holds 153 times
     parts = replay.parts()
     adding = threading.Thread(target=add, args=(replay, NStepBuffer(NUM_ENVS, 1, 1, 0.9), 300, 420), daemon=True)
@@ -200,7 +198,7 @@ def test_frames_are_not_overwritten_before_a_checkpoint_in_the_background_has_th
 
 
 @pytest.mark.parametrize("change", ["a row of another buffer", "a part is missing", "a part is short", "no transition"])
-def test_other_content_of_a_checkpoint_is_refused(change: str, tmp_path) -> None:
+def test_other_content_of_a_checkpoint_is_refused(change, tmp_path):
     replay = filled(300, 10_000)
     state, files = replay.state_dict(), write(replay.parts(), tmp_path)
     if change == "a row of another buffer":
@@ -215,7 +213,7 @@ def test_other_content_of_a_checkpoint_is_refused(change: str, tmp_path) -> None
         filled(0, 10_000).load_state_dict(state, files)
 
 
-def test_images_become_stacks_with_their_channels_first() -> None:
+def test_images_become_stacks_with_their_channels_first():
     for shape, frame in {
         (5, 7): (1, 5, 7),
         (5, 7, 3): (3, 5, 7),

@@ -76,9 +76,7 @@ def do(ranks: Ranks, processes: int, directory: Path, *overrides: str, change: A
     ("mode", "processes", "accumulation"),
     [("single", 1, 1), ("single", 1, 4), ("ddp", 2, 2), ("ddp", 3, 1), ("fsdp", 2, 1)],
 )
-def test_every_mode_equals_plain_torch_on_the_same_images(
-    mode: str, processes: int, accumulation: int, ranks: Ranks, tmp_path
-) -> None:
+def test_every_mode_equals_plain_torch_on_the_same_images(mode, processes, accumulation, ranks, tmp_path):
     overrides = (f"parallel={mode}", f"accumulation={accumulation}", "precision=64")
     result = do(ranks, processes, tmp_path / "run", *overrides, change=draw_given)
     assert (result.status, result.world_size) == ("done", processes)
@@ -86,7 +84,7 @@ def test_every_mode_equals_plain_torch_on_the_same_images(
 
 
 @pytest.mark.parametrize("precision", ["bf16", "16"])
-def test_sixteen_bits_differ_by_roundings_only(precision: str, tmp_path) -> None:
+def test_sixteen_bits_differ_by_roundings_only(precision, tmp_path):
     train_in(tmp_path / "run", build_composed_run(*AGENT, f"precision={precision}"), draw_given)
     assert 0 < largest_difference(weights_at(tmp_path / "run", STEPS), plain(12)) < 0.2
 
@@ -98,9 +96,7 @@ EMA = "ema.decay=0.9"
     ("mode", "processes", "more"),
     [("single", 1, EMA), ("single", 1, "workload.n_step=3"), ("ddp", 2, EMA), ("fsdp", 2, ""), ("ensemble", 2, "")],
 )
-def test_an_agent_that_sees_images_resumes_bitwise(
-    mode: str, processes: int, more: str, ranks: Ranks, tmp_path
-) -> None:
+def test_an_agent_that_sees_images_resumes_bitwise(mode, processes, more, ranks, tmp_path):
     overrides = (f"parallel={mode}", *filter(None, [more]), "workload.record_video=true")
     whole = do(ranks, processes, tmp_path / "whole", *overrides)
     assert do(ranks, processes, tmp_path / "halves", *overrides, "steps=2").steps == 2
@@ -115,7 +111,7 @@ def test_an_agent_that_sees_images_resumes_bitwise(
 
 
 @pytest.mark.parametrize(("saved", "steps"), [("false", "false"), ("true", "false"), ("false", "true")])
-def test_a_replay_that_was_not_saved_is_filled_by_the_agent(saved: str, steps: str, tmp_path, caplog) -> None:
+def test_a_replay_that_was_not_saved_is_filled_by_the_agent(saved, steps, tmp_path, caplog):
     train_in(tmp_path / "run", build_composed_run(*AGENT, "steps=2", f"workload.save_replay={saved}"))
     [checkpoint] = tmp_path.glob("run/checkpoints/step_*")
     size = sum(path.stat().st_size for path in checkpoint.glob("rank_0*"))
@@ -126,7 +122,7 @@ def test_a_replay_that_was_not_saved_is_filled_by_the_agent(saved: str, steps: s
     assert ("120 steps of the agent fill it" in caplog.text) == (saved == "false")
 
 
-def test_another_number_of_processes_goes_on_with_a_new_replay(ranks: Ranks, tmp_path) -> None:
+def test_another_number_of_processes_goes_on_with_a_new_replay(ranks, tmp_path):
     do(ranks, 2, tmp_path / "run", "parallel=ddp", "steps=2")
     for steps, processes, mode in ((4, 1, "single"), (5, 2, "fsdp"), (6, 1, "hogwild parallel.processes=1")):
         (tmp_path / "run/result.json").unlink(missing_ok=True)
@@ -135,12 +131,12 @@ def test_another_number_of_processes_goes_on_with_a_new_replay(ranks: Ranks, tmp
         assert result.notes["env_steps"] == 120 + 12 * -(-steps * 10 // 12)
 
 
-def test_hogwild_actors_share_a_model_that_sees_images(tmp_path) -> None:
+def test_hogwild_actors_share_a_model_that_sees_images(tmp_path):
     result = train_in(tmp_path, build_composed_run(*AGENT, "parallel=hogwild", "log_every=3")).result
     assert (result.status, result.steps, result.world_size) == ("done", STEPS, 2)
 
 
-def test_evaluations_play_whole_episodes_with_true_rewards_from_seeds_of_their_own(tmp_path) -> None:
+def test_evaluations_play_whole_episodes_with_true_rewards_from_seeds_of_their_own(tmp_path):
     training = ("workload.clip_rewards=true", "workload.terminal_on_life_loss=true")
     run = build_composed_run(*AGENT, *training, "workload.eval_epsilon=0.3", "workload.eval_episodes=5")
     prepare_session(run)
@@ -167,7 +163,7 @@ def test_evaluations_play_whole_episodes_with_true_rewards_from_seeds_of_their_o
         assert sum(float(each["return"]) for each in sums) == sum(returns)
 
 
-def test_an_agent_learns_to_catch_and_is_filmed(tmp_path, capsys) -> None:
+def test_an_agent_learns_to_catch_and_is_filmed(tmp_path, capsys):
     learning = ("workload.env_steps=6000", "workload.warm_up=600", "workload.replay_size=6000", "batch_size=32")
     more = ("workload.replay_ratio=0.2", "workload.epsilon_final=0.05", "workload.discount=0.9", "optimizer.lr=0.003")
     network = ("model.hidden=64", "model.dueling=true", "env.id=Catch-v0", "env.options={fall: 2}")
@@ -183,7 +179,7 @@ def test_an_agent_learns_to_catch_and_is_filmed(tmp_path, capsys) -> None:
 
 
 @pytest.mark.parametrize("device", ["learner", "cpu"])
-def test_a_million_transitions_of_atari_are_planned_with_each_frame_once(device: str) -> None:
+def test_a_million_transitions_of_atari_are_planned_with_each_frame_once(device):
     size = ("workload.replay_size=1000000", f"workload.replay_device={device}", "env.id=Large-v0", "env.frame_stack=4")
     run = build_composed_run(*(each for each in AGENT if not each.startswith("env.")), *size, "env.num_envs=8")
     with pytest.MonkeyPatch.context() as patch:
@@ -195,7 +191,7 @@ def test_a_million_transitions_of_atari_are_planned_with_each_frame_once(device:
     assert report["checkpoint"]["disk_bytes"] > run.workload.state_bytes()[1]
 
 
-def test_a_replay_that_does_not_fit_on_the_disk_is_refused_before_the_run(tmp_path, monkeypatch) -> None:
+def test_a_replay_that_does_not_fit_on_the_disk_is_refused_before_the_run(tmp_path, monkeypatch):
     run = build_composed_run(*AGENT)
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=50_000))
     with pytest.raises(ConfigError) as refusal:
@@ -232,7 +228,7 @@ class Large(gymnasium.Env):
     (["workload.replay_size=100000000"], "workload.replay_size"),
     (["env.options={shapes: 3}"], "env.id"),
 )
-def test_what_an_agent_cannot_see_is_refused(overrides: list[str], key: str, monkeypatch) -> None:
+def test_what_an_agent_cannot_see_is_refused(overrides, key, monkeypatch):
     monkeypatch.setitem(gymnasium.registry, "Large-v0", EnvSpec("Large-v0", Large, disable_env_checker=True))
     with pytest.raises(ConfigError) as refusal:
         prepare_session(build_composed_run("workload=dqn", "env.id=Large-v0", "model=nature_cnn", *overrides))
@@ -240,7 +236,7 @@ def test_what_an_agent_cannot_see_is_refused(overrides: list[str], key: str, mon
 
 
 @pytest.mark.parametrize(("dtype", "shape"), [("uint8", (1, 10, 10)), ("bool", (1, 10, 10)), ("float32", (10, 10))])
-def test_arrays_of_two_axes_are_images_if_they_are_of_bytes(dtype: str, shape: tuple[int, ...], monkeypatch) -> None:
+def test_arrays_of_two_axes_are_images_if_they_are_of_bytes(dtype, shape, monkeypatch):
     monkeypatch.setitem(gymnasium.registry, "Large-v0", EnvSpec("Large-v0", Large, disable_env_checker=True))
     options = f"env.options={{shape: [10, 10], dtype: {dtype}}}"
     run = build_composed_run("workload=dqn", "env.id=Large-v0", options)
@@ -250,7 +246,7 @@ def test_arrays_of_two_axes_are_images_if_they_are_of_bytes(dtype: str, shape: t
     assert next(run.workload.build_model().parameters()).shape[1] == 100
 
 
-def test_images_that_are_too_small_for_a_network_are_refused_with_another() -> None:
+def test_images_that_are_too_small_for_a_network_are_refused_with_another():
     run = build_composed_run("workload=dqn", f"env.id={catch_env.__name__}:Catch-v0", "model=nature_cnn")
     prepare_session(run)
     with pytest.raises(ConfigError) as refusal:
@@ -260,7 +256,7 @@ def test_images_that_are_too_small_for_a_network_are_refused_with_another() -> N
     assert "model=minatar_cnn" in refusal.value.remedy
 
 
-def test_networks_of_classifiers_act_without_batch_normalization() -> None:
+def test_networks_of_classifiers_act_without_batch_normalization():
     catch = ("workload=dqn", f"env.id={catch_env.__name__}:Catch-v0")
     for words in (["model=tiny"], ["model=resnet18", "model.stem=cifar", "model.norm=group"]):
         prepare_session(run := build_composed_run(*catch, *words))
@@ -271,7 +267,7 @@ def test_networks_of_classifiers_act_without_batch_normalization() -> None:
     assert (refusal.value.key, "model.norm=group" in refusal.value.remedy) == ("model", True)
 
 
-def test_the_wrappers_of_gymnasium_make_single_frames(monkeypatch) -> None:
+def test_the_wrappers_of_gymnasium_make_single_frames(monkeypatch):
     monkeypatch.setitem(gymnasium.registry, "Colored-v0", EnvSpec("Colored-v0", Colored, disable_env_checker=True))
     options = ("env.id=Colored-v0", "env.grayscale=true", "env.frame_skip=3", "env.frame_stack=2")
     run = build_composed_run("workload=dqn", "model=minatar_cnn", *options)
