@@ -176,7 +176,6 @@ def overflow_at(*steps: int) -> GradientHook:
     def gradient_hook(step: int, model: torch.nn.Module) -> None:
         if step in steps:
             last = list(model.parameters())[-1]
-            assert last.grad is not None
             last.grad[0] = math.inf
 
     return gradient_hook

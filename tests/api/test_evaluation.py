@@ -41,9 +41,7 @@ def write_table(path: str, low: float, count: int, columns: str) -> dict[str, nu
 
 
 def trained(*overrides: str) -> runner.SavedRun:
-    result = runner.train(list(overrides))
-    assert result.directory is not None
-    return runner.load(result.directory)
+    return runner.load(runner.train(list(overrides)).directory)
 
 
 def wanted_of_images(run: runner.SavedRun, *files: Path) -> dict[str, float]:

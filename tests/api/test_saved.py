@@ -45,9 +45,7 @@ def copy(run: runner.SavedRun, tmp_path) -> runner.SavedRun:
 
 
 def trained(*overrides: str) -> runner.SavedRun:
-    result = runner.train([*TINY_CPU, *SHORT, *overrides])
-    assert result.directory is not None
-    return runner.load(result.directory)
+    return runner.load(runner.train([*TINY_CPU, *SHORT, *overrides]).directory)
 
 
 def test_a_saved_run_has_its_config_its_result_and_its_checkpoints(run):

@@ -20,9 +20,7 @@ STEPS = ("steps=4", "save_every=2", "eval_every=0", "log_every=1")
 def trained(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("trained")
     words = [*TINY_CPU, *STEPS, "optimizer=adam", "optimizer.lr=0.002", "name=first", f"output_root={root}"]
-    directory = runner.train(words).directory
-    assert directory is not None
-    return directory
+    return runner.train(words).directory
 
 
 @pytest.fixture

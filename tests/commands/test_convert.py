@@ -27,9 +27,7 @@ RUN = ("steps=4", "save_every=1", "eval_every=2", "keep=4", "optimizer.lr=0.2", 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory) -> Path:
     """A run of four steps with a checkpoint after every step, and evaluations after steps 2 and 4."""
-    result = runner.train([*TINY_CPU, *RUN, f"output_root={tmp_path_factory.mktemp('convert')}"])
-    assert result.directory is not None
-    return result.directory
+    return runner.train([*TINY_CPU, *RUN, f"output_root={tmp_path_factory.mktemp('convert')}"]).directory
 
 
 @pytest.fixture

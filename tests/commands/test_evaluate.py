@@ -39,7 +39,6 @@ def test_the_metrics_are_those_of_the_run(result, capsys):
 
 
 def test_numbers_of_each_class_and_the_confusion_matrix_are_those_of_scikit_learn(result, capsys):
-    assert result.directory is not None
     run = runner.load(result.directory)
     workload = build_composed_run(*TINY_CPU).workload
     workload.prepare()
@@ -94,7 +93,6 @@ def test_what_is_left_out_of_the_data_is_said(tmp_path, monkeypatch, capsys):
     options = ("data=imagefolder", "data.root=photos", "data.workers=0", "batch_size=8", "steps=1")
     result = runner.train([*TINY_CPU, *options])
     said = "val/: ignored 1 "
-    assert result.directory is not None
     assert (capsys.readouterr().err.count(said), (result.directory / "log.txt").read_text().count(said)) == (1, 1)
     assert evaluate.main([str(result.directory)]) == 0
     assert capsys.readouterr().err.count(said) == 1

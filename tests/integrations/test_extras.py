@@ -10,16 +10,12 @@ from helpers.extras import require
 import runner
 from runner.commands import convert
 
-
-@pytest.fixture(autouse=True)
-def working_directory(tmp_path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("elsewhere")
 
 
 def trained(*overrides: str) -> runner.SavedRun:
     result = runner.train([*overrides, "device=cpu", "device.threads=1"])
     assert result.status == "done"
-    assert result.directory is not None
     return runner.load(result.directory)
 
 

@@ -153,7 +153,6 @@ def test_the_model_of_a_run_predicts_in_the_units_of_the_file(tmp_path):
     words = ["workload=regression", f"data.file={tmp_path}/line.csv", "model.hidden=[]", "optimizer=sgd"]
     words += ["optimizer.lr=0.1", "epochs=40", "schedule=constant", "batch_size=32", "device=cpu", "tracking=none"]
     result = runner.train([*words, f"output_root={tmp_path}/outputs"])
-    assert result.directory is not None
     run = runner.load(result.directory)
     signature = saved_signature(run.checkpoint("last"))
     assert (signature["targets"], signature["inputs"]) == (["y"], [1])

@@ -54,7 +54,6 @@ def test_devices_that_do_not_fit_together_are_refused_on_all_ranks(devices, refu
 def refusal_of_devices(devices: list[tuple[str, str] | None]) -> tuple[str, object] | None:
     """In a rank: return the refusal of `devices`, a type and a UUID for each rank; None: a rank without a device."""
     rank_info = external_rank_info()
-    assert rank_info is not None
     device, refusal = devices[rank_info.rank], ConfigError("device.kind", "gpu", "there is none", "device=cpu")
     launcher = ExternalProcesses(rank_info, torch.device("cpu"), DDP(), None if device else refusal)
     if device:
