@@ -68,7 +68,7 @@ def imports(path: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("module", sorted(modules()))
-def test_modules_import_only_from_their_group_and_earlier_layers(module: str) -> None:
+def test_modules_import_only_from_their_group_and_earlier_layers(module):
     level, group = layer_of(module)
     for imported in imports(modules()[module]):
         other_level, other_group = layer_of(imported)
@@ -77,31 +77,31 @@ def test_modules_import_only_from_their_group_and_earlier_layers(module: str) ->
         )
 
 
-def test_there_are_no_import_cycles() -> None:
+def test_there_are_no_import_cycles():
     graph = {module: imports(path) - {module} for module, path in modules().items()}
     graphlib.TopologicalSorter(graph).prepare()  # raises an error that names the modules of a cycle
 
 
-def test_the_numbers_of_layers_and_of_top_level_files_stay_small() -> None:
+def test_the_numbers_of_layers_and_of_top_level_files_stay_small():
     assert len(LAYERS) <= 15
     at_the_root = sorted(path.name for path in (ROOT / "runner").glob("*.py"))
     assert len(at_the_root) <= 18, at_the_root
 
 
-def test_the_interface_of_parallel_modes_stays_small() -> None:
+def test_the_interface_of_parallel_modes_stays_small():
     public = [name for name in dir(Parallel) if not name.startswith("_")]
     assert len(public) <= 16, public
 
 
 @pytest.mark.parametrize("module", sorted(name for name in modules() if name.startswith("models")))
-def test_networks_import_only_torch_torchvision_and_the_standard_library(module: str) -> None:
+def test_networks_import_only_torch_torchvision_and_the_standard_library(module):
     tree = ast.parse(modules()[module].read_text(encoding="utf-8"))
     roots = {n.module.partition(".")[0] for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.module}
     roots |= {alias.name.partition(".")[0] for n in ast.walk(tree) if isinstance(n, ast.Import) for alias in n.names}
     assert roots <= {"torch", "torchvision", "models", *sys.stdlib_module_names}
 
 
-def test_the_training_loop_names_no_mode_no_precision_and_no_workload() -> None:
+def test_the_training_loop_names_no_mode_no_precision_and_no_workload():
     source = (ROOT / "runner" / "training.py").read_text(encoding="utf-8")
     groups = ("parallel", "workload", "precision")
     options = [path.stem for group in groups for path in (ROOT / "conf" / group).glob("[!_]*.yaml")]
@@ -110,7 +110,7 @@ def test_the_training_loop_names_no_mode_no_precision_and_no_workload() -> None:
     assert "isinstance" not in source
 
 
-def test_composing_and_checking_a_config_needs_no_torch(tmp_path: Path) -> None:
+def test_composing_and_checking_a_config_needs_no_torch(tmp_path):
     code, console = Command(tmp_path, "batch_size=10", "accumulation.steps=3", kind="no-torch").wait()
     assert code == 2, console
     assert "batch_size: got 10" in console

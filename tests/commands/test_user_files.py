@@ -1,7 +1,5 @@
 """Tests of Python files that are named on the command line: `workload=mine.py`, `model=mine.py:Net`."""
 
-from __future__ import annotations
-
 import shlex
 import shutil
 from collections.abc import Iterator
@@ -32,7 +30,7 @@ def wide():
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def here(tmp_path, monkeypatch) -> Iterator[Path]:
     shutil.copy(ROOT / "docs" / "examples" / "mine.py", tmp_path)
     (tmp_path / "networks.py").write_text(NETWORKS)
     monkeypatch.chdir(tmp_path)
@@ -52,7 +50,7 @@ def refused(cwd: Path, *words: str) -> str:
     return console
 
 
-def test_a_file_trains_the_same_from_the_command_from_python_and_part_by_part(here: Path) -> None:
+def test_a_file_trains_the_same_from_the_command_from_python_and_part_by_part(here):
     succeeds(here, "workload=mine.py", *SMALL)
     run = only_run(here)
     assert run.parent.name == "mine"
@@ -70,7 +68,7 @@ def test_a_file_trains_the_same_from_the_command_from_python_and_part_by_part(he
     assert "weights/first" not in runner.load(one.directory).curves(), "hooks are those of a workload"
 
 
-def test_a_saved_run_never_runs_its_code_unless_it_is_typed(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_saved_run_never_runs_its_code_unless_it_is_typed(here, capsys):
     succeeds(here, "workload=mine.py", "model=networks.py:wide", *SMALL)
     run = only_run(here)
     whole = checkpoint_tensors(run)
@@ -98,7 +96,7 @@ def test_a_saved_run_never_runs_its_code_unless_it_is_typed(here: Path, capsys: 
     assert verify.main([str(run), *typed[4:]]) == 0
 
 
-def test_an_option_file_cannot_choose_code(here: Path) -> None:
+def test_an_option_file_cannot_choose_code(here):
     (here / "evil.py").write_text(MARK)
     target = "  _target_: runner.model.user.UserModel\n"
     for group, content in (
@@ -115,7 +113,7 @@ def test_an_option_file_cannot_choose_code(here: Path) -> None:
     assert not (here / "executed").exists()
 
 
-def test_mistakes_in_a_file_are_refused_with_its_line(here: Path) -> None:
+def test_mistakes_in_a_file_are_refused_with_its_line(here):
     (here / "wrong.py").write_text("import torch\n\nvalue = 1 / 0\n")
     (here / "syntax.py").write_text("import torch\n\ndef model(:\n")
     (here / "data.py").write_text("def data():\n    raise OSError('no disk')\n\ndef model():\n    return Net\n")
@@ -135,7 +133,7 @@ def test_mistakes_in_a_file_are_refused_with_its_line(here: Path) -> None:
     assert not (here / "outputs").exists()
 
 
-def test_a_sweep_trains_networks_of_a_file(here: Path) -> None:
+def test_a_sweep_trains_networks_of_a_file(here):
     words = ("workload=mine.py", "model=networks.py:narrow,networks.py:wide", *SMALL)
     succeeds(here, "-m", *words)
     runs = {path.parent.name: runner.load(path.parent) for path in here.glob("outputs/sweeps/mine/*/*/config.yaml")}

@@ -1,7 +1,6 @@
 """Tests of `runner.config.composition`: Hydra only composes configs, and must not run code or write files."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from helpers.command import ROOT
@@ -30,7 +29,7 @@ SECTIONS = {
 
 
 @pytest.mark.parametrize("section", SECTIONS)
-def test_an_option_file_that_sets_a_hydra_key_is_refused(section: str, tmp_path: Path) -> None:
+def test_an_option_file_that_sets_a_hydra_key_is_refused(section, tmp_path):
     composer, words = options(tmp_path, "experiment/mine", section), ["experiment=mine"]
     with pytest.raises(ConfigError) as refusal:
         composer.run(words)
@@ -40,7 +39,7 @@ def test_an_option_file_that_sets_a_hydra_key_is_refused(section: str, tmp_path:
     assert refusal.value.key.startswith(SECTIONS[section])
 
 
-def test_hydra_verbose_searchpath_and_sweeper_params_are_allowed(tmp_path: Path) -> None:
+def test_hydra_verbose_searchpath_and_sweeper_params_are_allowed(tmp_path):
     composer = options(tmp_path, "experiment/mine", "hydra: {verbose: false, sweeper: {params: {seed: '3,4'}}}")
     assert composer.run(["experiment=mine", "hydra.verbose=false"]).config["seed"] == 0
     assert [job[0] for job in SweepJobs(composer, ["experiment=mine"])] == ["seed=3", "seed=4"]
@@ -48,36 +47,31 @@ def test_hydra_verbose_searchpath_and_sweeper_params_are_allowed(tmp_path: Path)
     assert (job.config["name"], job.overrides) == ("runner", ["experiment=mine", "name=${hydra:job.name}"])
 
 
-@pytest.mark.parametrize(
-    ("config", "wanted"),
-    [
-        ({"a": 1, "b": "${a}"}, {"a": 1, "b": 1}),
-        ({"a": {"b": ["${oc.env:SECRET}"]}}, {"a": {"b": ["${oc.env:SECRET}"]}}),
-        ({"a": "x ${oc.env:SECRET} y"}, {"a": "x ${oc.env:SECRET} y"}),
-        ({"a": "${oc.env:NONE,7}"}, {"a": "${oc.env:NONE,7}"}),
-        ({"a": "${oc.env:SECRET}", "b": "${a}/c"}, {"a": "${oc.env:SECRET}", "b": "${oc.env:SECRET}/c"}),
-        ({"a": "${oc.env:SECRET}/${b}", "b": "${c}", "c": 5}, {"a": "${oc.env:SECRET}/5", "b": 5, "c": 5}),
-        ({"a": "${b}/${oc.env:SECRET}", "b": 5}, {"a": "5/${oc.env:SECRET}", "b": 5}),
-        ({"a": "{${oc.env:SECRET}}${b}}", "b": 5}, {"a": "{${oc.env:SECRET}}5}", "b": 5}),
-        ({"a": "${oc.decode:${oc.env:NUMBER}}/${b}", "b": 5}, {"a": "${oc.decode:${oc.env:NUMBER}}/5", "b": 5}),
-        ({"a": "${oc.env:SECRET,x:${b}}${b}", "b": 5}, {"a": "${oc.env:SECRET,x:5}5", "b": 5}),
-        ({"a": "${oc.env:SECRET,{}}${b}", "b": 5}, {"a": "${oc.env:SECRET,{}}5", "b": 5}),
-        ({"a": "${oc.env:A,${oc.env:B,${oc.env:SECRET}}}"}, {"a": "${oc.env:A,${oc.env:B,${oc.env:SECRET}}}"}),
-        ({"a": "${ oc.env:SECRET}${oc.env : SECRET}"}, {"a": "${ oc.env:SECRET}${oc.env : SECRET}"}),
-        ({"a": "${oc.decode:${b}}", "b": "${oc.env:N}"}, {"a": "${oc.decode:${oc.env:N}}", "b": "${oc.env:N}"}),
-        ({"output_root": "${oc.env:NUMBER}/x", "name": "${oc.env:NUMBER}"}, {"output_root": "3/x", "name": "3"}),
-    ],
+@pytest.mark.cases(
+    ({"a": 1, "b": "${a}"}, {"a": 1, "b": 1}),
+    ({"a": {"b": ["${oc.env:SECRET}"]}}, {"a": {"b": ["${oc.env:SECRET}"]}}),
+    ({"a": "x ${oc.env:SECRET} y"}, {"a": "x ${oc.env:SECRET} y"}),
+    ({"a": "${oc.env:NONE,7}"}, {"a": "${oc.env:NONE,7}"}),
+    ({"a": "${oc.env:SECRET}", "b": "${a}/c"}, {"a": "${oc.env:SECRET}", "b": "${oc.env:SECRET}/c"}),
+    ({"a": "${oc.env:SECRET}/${b}", "b": "${c}", "c": 5}, {"a": "${oc.env:SECRET}/5", "b": 5, "c": 5}),
+    ({"a": "${b}/${oc.env:SECRET}", "b": 5}, {"a": "5/${oc.env:SECRET}", "b": 5}),
+    ({"a": "{${oc.env:SECRET}}${b}}", "b": 5}, {"a": "{${oc.env:SECRET}}5}", "b": 5}),
+    ({"a": "${oc.decode:${oc.env:NUMBER}}/${b}", "b": 5}, {"a": "${oc.decode:${oc.env:NUMBER}}/5", "b": 5}),
+    ({"a": "${oc.env:SECRET,x:${b}}${b}", "b": 5}, {"a": "${oc.env:SECRET,x:5}5", "b": 5}),
+    ({"a": "${oc.env:SECRET,{}}${b}", "b": 5}, {"a": "${oc.env:SECRET,{}}5", "b": 5}),
+    ({"a": "${oc.env:A,${oc.env:B,${oc.env:SECRET}}}"}, {"a": "${oc.env:A,${oc.env:B,${oc.env:SECRET}}}"}),
+    ({"a": "${ oc.env:SECRET}${oc.env : SECRET}"}, {"a": "${ oc.env:SECRET}${oc.env : SECRET}"}),
+    ({"a": "${oc.decode:${b}}", "b": "${oc.env:N}"}, {"a": "${oc.decode:${oc.env:N}}", "b": "${oc.env:N}"}),
+    ({"output_root": "${oc.env:NUMBER}/x", "name": "${oc.env:NUMBER}"}, {"output_root": "3/x", "name": "3"}),
     ids=str,
 )
-def test_references_to_the_environment_are_kept(
-    config: dict[str, Any], wanted: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_references_to_the_environment_are_kept(config, wanted, monkeypatch):
     monkeypatch.setenv("SECRET", "hidden")
     monkeypatch.setenv("NUMBER", "3")
     assert resolved(OmegaConf.create(config)) == wanted
 
 
-def test_interpolations_are_resolved_by_each_job_and_not_by_the_sweep() -> None:
+def test_interpolations_are_resolved_by_each_job_and_not_by_the_sweep():
     jobs = SweepJobs(Composer(), ["seed=1,2", "name=run-${seed}", "output_root=${oc.env:NO_SUCH_VARIABLE}"])
     assert [job[1:] for job in jobs] == [["name=run-${seed}"]] * 2
     assert jobs.common == ["output_root=${oc.env:NO_SUCH_VARIABLE}"]
@@ -86,7 +80,7 @@ def test_interpolations_are_resolved_by_each_job_and_not_by_the_sweep() -> None:
     assert [jobs.compose(i, job).config["name"] for i, job in enumerate(jobs)] == ["job-0-1", "job-1-2"]
 
 
-def test_a_list_of_trackers_is_expanded_to_tracking_several() -> None:
+def test_a_list_of_trackers_is_expanded_to_tracking_several():
     short, full = Composer().run(["seed=1", "tracking=[csv,tensorboard]"]), ["tracking.names=[csv,tensorboard]"]
     assert short == Composer().run(["seed=1", "tracking=several", *full])
     assert [*short.config["tracking"]["trackers"]] == ["csv", "tensorboard"]
@@ -94,19 +88,14 @@ def test_a_list_of_trackers_is_expanded_to_tracking_several() -> None:
     assert Composer().job(sweep, 0, ["seed=1", "tracking=[csv]"]).config["tracking"]["names"] == ["csv"]
 
 
-@pytest.mark.parametrize(
-    ("typed", "steps", "epochs"),
-    [
-        ([], 10, 20),
-        (["epochs=2"], None, 2),
-        (["++epochs=2"], None, 2),
-        (["epochs=2", "steps=7"], 7, 2),
-        (["workload.env_steps=500", "workload=dqn"], None, None),
-    ],
+@pytest.mark.cases(
+    ([], 10, 20),
+    (["epochs=2"], None, 2),
+    (["++epochs=2"], None, 2),
+    (["epochs=2", "steps=7"], 7, 2),
+    (["workload.env_steps=500", "workload=dqn"], None, None),
 )
-def test_typed_epochs_go_before_the_steps_of_an_option_file(
-    typed: list[str], steps: int | None, epochs: int | None, tmp_path: Path
-) -> None:
+def test_typed_epochs_go_before_the_steps_of_an_option_file(typed, steps, epochs, tmp_path):
     composer, words = options(tmp_path, "experiment/short", "steps: 10"), ["experiment=short", *typed]
     config = composer.run(words).config
     assert (config["steps"], config["epochs"]) == (steps, epochs)
@@ -114,13 +103,13 @@ def test_typed_epochs_go_before_the_steps_of_an_option_file(
 
 
 @pytest.mark.parametrize("name", ["", "/nowhere", "x" * 5000])
-def test_a_config_dir_that_does_not_exist_is_refused(name: str) -> None:
+def test_a_config_dir_that_does_not_exist_is_refused(name):
     with pytest.raises(ConfigError) as refusal:
         Composer(name)
     assert (refusal.value.key, refusal.value.got) == ("--config-dir", name)
 
 
-def test_one_module_imports_two_names_from_inside_hydra() -> None:
+def test_one_module_imports_two_names_from_inside_hydra():
     files = {path: path.read_text(encoding="utf-8") for path in (ROOT / "runner").rglob("*.py")}
     found = {path.name: text.count("hydra._internal.") for path, text in files.items() if "hydra._internal." in text}
     assert found == {"composition.py": 2}

@@ -137,7 +137,7 @@ def crossed(row: Iterable[str], *more: str) -> Run:
 
 
 @pytest.mark.skipif(find_spec("timm") is not None, reason="timm is installed")
-def test_an_option_of_a_package_that_is_not_installed_names_its_extra() -> None:
+def test_an_option_of_a_package_that_is_not_installed_names_its_extra():
     with pytest.raises(ConfigError) as refused:
         build_composed_run("model=timm")
     assert str(refused.value).startswith("model._target_: got 'timm': it is not installed")
@@ -148,7 +148,7 @@ ALONE = CROSSED | {group: groups()[group] for group in ("experiment", "local") i
 
 
 @pytest.mark.parametrize("option", [f"{group}={name}" for group, names in ALONE.items() for name in names])
-def test_every_option_is_prepared_or_refused_if_it_is_not_available_here(option: str) -> None:
+def test_every_option_is_prepared_or_refused_if_it_is_not_available_here(option):
     run = checked(build_composed_run(option, *WITH.get(option, ())), [option])
     if option in ABSENT_HERE:
         with pytest.raises(ConfigError) as refusal:
@@ -159,14 +159,14 @@ def test_every_option_is_prepared_or_refused_if_it_is_not_available_here(option:
 ROWS = covering_rows(HERE, REFUSED)
 
 
-def test_runs_with_all_compatible_pairs_of_options_are_prepared() -> None:
+def test_runs_with_all_compatible_pairs_of_options_are_prepared():
     together = {frozenset(pair) for row in ROWS for pair in itertools.combinations(row, 2)}
     assert together == pairs_of(HERE) - REFUSED.keys()
     for row in ROWS:
         checked(crossed(row), row)
 
 
-def test_incompatible_pairs_of_options_are_refused_by_key() -> None:
+def test_incompatible_pairs_of_options_are_refused_by_key():
     for pair, key in REFUSED.items():
         chosen = {option.partition("=")[0] for option in pair}
         others = (text for option in pair for text in WITH.get(option, ()))
@@ -178,7 +178,7 @@ def test_incompatible_pairs_of_options_are_refused_by_key() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("row", ROWS, ids=" ".join)
-def test_runs_with_all_compatible_pairs_of_options_train(row: list[str], tmp_path: Path) -> None:
+def test_runs_with_all_compatible_pairs_of_options_train(row, tmp_path):
     run = crossed(row, "steps=2", "log_every=1", "eval_every=0", "device.threads=1")
     result = train_in(tmp_path, run).result
     assert (result.status, result.steps) == ("done", 2)
@@ -191,7 +191,7 @@ def lines_of(path: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.stem}")
-def test_an_option_file_begins_with_a_command_that_uses_it_and_a_sentence(path: Path) -> None:
+def test_an_option_file_begins_with_a_command_that_uses_it_and_a_sentence(path):
     command, sentence = lines_of(path)[:2]
     assert re.fullmatch(r"# python -m runner( .+)?", command)
     assert re.fullmatch(r"# (?!python).+\.", sentence)
@@ -206,7 +206,7 @@ def test_an_option_file_begins_with_a_command_that_uses_it_and_a_sentence(path: 
 
 
 @pytest.mark.parametrize("path", [*FILES, *INHERITED, CONF / "config.yaml"], ids=lambda path: path.stem)
-def test_every_key_has_a_comment(path: Path) -> None:
+def test_every_key_has_a_comment(path):
     ours = path.read_text(encoding="utf-8").partition("\nhydra:")[0]
     for line in ours.splitlines():
         opens_a_group = re.fullmatch(r" *\w+:( +#.*)?", line)  # the comments are at its keys
@@ -226,7 +226,7 @@ COMPONENTS = [
 
 
 @pytest.mark.parametrize("path", COMPONENTS, ids=lambda path: f"{path.parent.name}/{path.stem}")
-def test_an_option_file_lists_every_field_with_a_value_of_its_type(path: Path) -> None:
+def test_an_option_file_lists_every_field_with_a_value_of_its_type(path):
     node = option_content(path.parent.name, path.stem)
     cls = load_class(node.pop("_target_"), object)
     assert sorted(node) == sorted(option_fields(cls)), "every field is listed"
@@ -242,7 +242,7 @@ def assert_typed(node: dict[str, Any], values: dict[str, Any]) -> None:
         assert type(got) is type(value) or (type(got), type(value)) == (float, int), key
 
 
-def test_resnet50_has_25557032_parameters_and_trains_18_steps_of_120_images() -> None:
+def test_resnet50_has_25557032_parameters_and_trains_18_steps_of_120_images():
     run = build_composed_run("workload=resnet50")
     session, samples = prepare_session(run), run.workload.train
     assert (run.batch_size, session.num_steps, samples.shape, samples.num_classes) == (120, 18, (3, 128, 128), 1000)
@@ -251,7 +251,7 @@ def test_resnet50_has_25557032_parameters_and_trains_18_steps_of_120_images() ->
     assert sum(parameter.numel() for parameter in network.parameters()) == 25_557_032
 
 
-def test_the_root_config_lists_every_scalar_and_every_group() -> None:
+def test_the_root_config_lists_every_scalar_and_every_group():
     root = yaml.safe_load((CONF / "config.yaml").read_text(encoding="utf-8"))
     defaults, scalars = root.pop("defaults"), {key: value for key, value in root.items() if key != "hydra"}
     assert sorted(scalars) == sorted(set(option_fields(Run)))
@@ -266,14 +266,11 @@ def test_the_root_config_lists_every_scalar_and_every_group() -> None:
             assert option in groups()[group]
 
 
-@pytest.mark.parametrize(
-    ("name", "swept"),
-    [
-        ("resnet50_modes", {"parallel": "single,model,pipeline"}),
-        ("split_size", {"parallel.split_size": "1,3,5,8,10,12,20,40,60"}),
-    ],
+@pytest.mark.cases(
+    ("resnet50_modes", {"parallel": "single,model,pipeline"}),
+    ("split_size", {"parallel.split_size": "1,3,5,8,10,12,20,40,60"}),
 )
-def test_the_resnet50_experiments_sweep_modes_and_split_sizes_on_three_seeds(name: str, swept: dict[str, str]) -> None:
+def test_the_resnet50_experiments_sweep_modes_and_split_sizes_on_three_seeds(name, swept):
     assert option_content("experiment", name)["hydra"]["sweeper"]["params"] == swept | {"seed": "0,1,2"}
     [(key, values)] = swept.items()
     for value in (values.split(",")[0], values.split(",")[-1]):
@@ -282,14 +279,14 @@ def test_the_resnet50_experiments_sweep_modes_and_split_sizes_on_three_seeds(nam
         assert (run.batch_size, session.num_steps, run.workload.train.shape) == (120, 5, (3, 128, 128))
 
 
-def test_debug_smoke_trains_evaluates_and_saves(trained) -> None:
+def test_debug_smoke_trains_evaluates_and_saves(trained):
     run = trained("debug=smoke")
     assert (run.result.status, run.result.steps) == ("done", 2)
     assert run.result.metrics.keys() == {"train/loss", "train/accuracy", "eval/loss", "eval/accuracy"}
     assert {path.name for path in (run.directory / "checkpoints").glob("step_*")} == {"step_00000001", "step_00000002"}
 
 
-def test_debug_overfit_memorizes_a_batch(trained) -> None:
+def test_debug_overfit_memorizes_a_batch(trained):
     run = trained("debug=overfit")
     assert run.result.status == "done"
     assert run.result.metrics["train/accuracy"] == 1.0

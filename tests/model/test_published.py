@@ -1,7 +1,5 @@
 """Initial weights by name, from a loopback server in place of those of torchvision and timm, and from runs."""
 
-from __future__ import annotations
-
 import hashlib
 import threading
 from collections.abc import Iterator

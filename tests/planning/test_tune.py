@@ -1,7 +1,5 @@
 """Tests of `runner tune`: its flags, its tables, its files, and a complete search with two candidates."""
 
-from __future__ import annotations
-
 import errno
 import io
 import json

@@ -1,7 +1,5 @@
 """Tests of the search for the fastest candidate, with simulated trials of known speed and a simulated clock."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterable
 from types import SimpleNamespace

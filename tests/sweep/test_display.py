@@ -4,7 +4,6 @@ import io
 import re
 from pathlib import Path
 
-import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
@@ -12,7 +11,7 @@ from runner.sweeps.display import Display, message
 from runner.sweeps.engines.base import Job
 
 
-def test_a_paused_job_is_counted_once_with_its_final_state(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_paused_job_is_counted_once_with_its_final_state(capsys):
     display = Display(3, ["seed"])
     for number, state in ((0, "pruned"), (1, "pruned"), (0, "done")):
         job = Job(number, [], Path("console"))
@@ -23,7 +22,7 @@ def test_a_paused_job_is_counted_once_with_its_final_state(capsys: pytest.Captur
     assert capsys.readouterr().out == "\n1 of 3 jobs done, 1 pruned\n"
 
 
-def test_the_table_fits_into_the_terminal(tmp_path: Path) -> None:
+def test_the_table_fits_into_the_terminal(tmp_path):
     titles = ["模型" * 40, "🦆" * 40, "x" * 80, "a\tb" * 30]
     output = io.StringIO()
     console = Console(file=output, force_terminal=True, width=40, height=6, color_system=None)
@@ -41,7 +40,7 @@ def test_the_table_fits_into_the_terminal(tmp_path: Path) -> None:
     table.close()
 
 
-def test_message_returns_the_last_ten_lines_of_a_file_but_not_through_a_link(tmp_path: Path) -> None:
+def test_message_returns_the_last_ten_lines_of_a_file_but_not_through_a_link(tmp_path):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "console").symlink_to("elsewhere")
     path = tmp_path / "elsewhere" / "007.txt"

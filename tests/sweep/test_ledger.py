@@ -21,7 +21,7 @@ OpenLedger = Callable[..., Ledger]
 
 
 @pytest.fixture
-def open_ledger(tmp_path: Path) -> Iterator[OpenLedger]:
+def open_ledger(tmp_path) -> Iterator[OpenLedger]:
     """A function that opens ledgers in `tmp_path`; they are closed at the end of the test."""
     with ExitStack() as stack:
         root = tmp_path / "sweeps" / "a"
@@ -34,7 +34,7 @@ def record_finished_job(ledger: Ledger, number: int, code: int, config_hash: str
     ledger.update(number, config_hash=config_hash, code=code)
 
 
-def test_a_sweep_in_which_no_job_ran_leaves_no_files(open_ledger: OpenLedger, tmp_path: Path) -> None:
+def test_a_sweep_in_which_no_job_ran_leaves_no_files(open_ledger, tmp_path):
     ledger = open_ledger(["seed=1,2"])
     assert ledger.path.parent == tmp_path / "sweeps" / "a"
     head = {"typed": ["seed=1,2"], "complete": False, "pid": os.getpid()}
@@ -48,7 +48,7 @@ def test_a_sweep_in_which_no_job_ran_leaves_no_files(open_ledger: OpenLedger, tm
     assert not list(tmp_path.iterdir())
 
 
-def test_secrets_are_not_in_the_ledger_and_names_need_not_be_utf_8(open_ledger: OpenLedger) -> None:
+def test_secrets_are_not_in_the_ledger_and_names_need_not_be_utf_8(open_ledger):
     root = os.fsdecode(b"data.root=a\xff")
     ledger = open_ledger(["data.token=s3cret", root, "seed=1,2"])
     overrides, error = ["data.token=s3cret", root], "https://ann:s3cret@host/x cannot be read"
@@ -63,9 +63,7 @@ def test_secrets_are_not_in_the_ledger_and_names_need_not_be_utf_8(open_ledger: 
     assert open_ledger(["data.token=s3cret", root, "seed=1,2"]).path == ledger.path, "it is found again with the secret"
 
 
-def test_sweeps_match_regardless_of_the_order_and_the_spelling_of_overrides(
-    open_ledger: OpenLedger, tmp_path: Path
-) -> None:
+def test_sweeps_match_regardless_of_the_order_and_the_spelling_of_overrides(open_ledger, tmp_path):
     jobs = {"0": {"code": 3, "config_hash": "a"}, "1": {"state": "running", "config_hash": "a"}}
     path = write_ledger(tmp_path, {"typed": ["epochs=1", "seed=1,2"], "complete": False, "jobs": jobs})
     of_sweep = ["resume=auto", "output_root=x", "sweep.slots=2", "sweep=local", "++sweep.retries=1", "+output_root=x"]
@@ -78,9 +76,7 @@ def test_sweeps_match_regardless_of_the_order_and_the_spelling_of_overrides(
 
 
 @pytest.mark.parametrize(("codes", "complete"), [([0, 3], True), ([0, 1], False), ([2, 0], False), ([0, 75], False)])
-def test_a_sweep_is_complete_when_no_job_has_to_be_repeated(
-    open_ledger: OpenLedger, codes: list[int], complete: bool
-) -> None:
+def test_a_sweep_is_complete_when_no_job_has_to_be_repeated(open_ledger, codes, complete):
     ledger = open_ledger(["seed=1,2"])
     for number, code in enumerate(codes):
         record_finished_job(ledger, number, code)
@@ -91,7 +87,7 @@ def test_a_sweep_is_complete_when_no_job_has_to_be_repeated(
     assert (open_ledger(["seed=1,2"]).path == ledger.path) == (not complete)
 
 
-def test_a_sweep_that_another_process_runs_is_refused_and_not_changed(open_ledger: OpenLedger) -> None:
+def test_a_sweep_that_another_process_runs_is_refused_and_not_changed(open_ledger):
     first = open_ledger(["seed=1,2"])
     record_finished_job(first, 0, 0)
     before = (first.path / "sweep.json").read_bytes()
@@ -123,9 +119,7 @@ def write_ledger(tmp_path: Path, content: Any) -> Path:
 
 
 @pytest.mark.parametrize("content", [*UNREADABLE, *OTHER_TYPES], ids=lambda content: content[20:70].decode())
-def test_a_damaged_ledger_is_refused_for_its_own_sweep_and_ignored_for_others(
-    content: bytes, open_ledger: OpenLedger, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_ledger_is_refused_for_its_own_sweep_and_ignored_for_others(content, open_ledger, tmp_path, caplog):
     path = write_ledger(tmp_path, content)
     if content in OTHER_TYPES:
         with pytest.raises(ConfigError) as refusal:
@@ -141,9 +135,7 @@ def test_a_damaged_ledger_is_refused_for_its_own_sweep_and_ignored_for_others(
 
 
 @pytest.mark.parametrize("kind", ["pipe", "link", "directory", "large"])
-def test_a_ledger_that_is_not_a_regular_file_or_too_large_is_ignored(
-    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_ledger_that_is_not_a_regular_file_or_too_large_is_ignored(kind, tmp_path, caplog):
     ledger = tmp_path / "sweep.json"
     if kind == "large":
         ledger.write_text(json.dumps(VALID) + " " * 24_000_000)
@@ -156,9 +148,7 @@ def test_a_ledger_that_is_not_a_regular_file_or_too_large_is_ignored(
 @pytest.mark.parametrize(
     ("kind", "folder"), [("folder", "console"), ("file", "conf"), ("hard link", "console"), ("pipe", "console")]
 )
-def test_a_sweep_directory_with_links_or_pipes_is_refused(
-    kind: str, folder: str, open_ledger: OpenLedger, tmp_path: Path
-) -> None:
+def test_a_sweep_directory_with_links_or_pipes_is_refused(kind, folder, open_ledger, tmp_path):
     """Otherwise, the output of the jobs, or the best trial of a search, could be written outside of the directory."""
     path, elsewhere = write_ledger(tmp_path, VALID), tmp_path / "elsewhere"
     elsewhere.mkdir()
@@ -180,18 +170,13 @@ def test_a_sweep_directory_with_links_or_pipes_is_refused(
     assert (elsewhere / "000.txt").read_text() == "mine"
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [
-        DiskFault("open", "/.lock", errno.ENOSPC),
-        DiskFault("write", "sweep.json", errno.ENOSPC),
-        DiskFault("fsync", "sweep.json", errno.EIO),
-    ],
+@pytest.mark.cases(
+    DiskFault("open", "/.lock", errno.ENOSPC),
+    DiskFault("write", "sweep.json", errno.ENOSPC),
+    DiskFault("fsync", "sweep.json", errno.EIO),
     ids=str,
 )
-def test_a_sweep_that_cannot_start_because_of_a_disk_error_leaves_no_files(
-    fault: DiskFault, open_ledger: OpenLedger, tmp_path: Path
-) -> None:
+def test_a_sweep_that_cannot_start_because_of_a_disk_error_leaves_no_files(fault, open_ledger, tmp_path):
     with inject_disk_fault(fault) as failed, pytest.raises(ConfigError) as refusal:
         open_ledger(["seed=1,2"])
     assert failed()
@@ -200,9 +185,7 @@ def test_a_sweep_that_cannot_start_because_of_a_disk_error_leaves_no_files(
 
 
 @pytest.mark.parametrize(("secret", "resume"), [("", "never"), ("sweeps/a", "auto")])
-def test_a_sweep_in_an_unreadable_directory_is_refused(
-    secret: str, resume: str, open_ledger: OpenLedger, tmp_path: Path
-) -> None:
+def test_a_sweep_in_an_unreadable_directory_is_refused(secret, resume, open_ledger, tmp_path):
     (tmp_path / secret).mkdir(parents=True, exist_ok=True)
     before = sorted(tmp_path.rglob("*"))
     with enforced_permissions(tmp_path / secret, 0), pytest.raises(ConfigError) as refusal:

@@ -44,7 +44,7 @@ class FakeJobSource(JobSource):
 
 
 @pytest.fixture
-def ledger(tmp_path: Path) -> Iterator[Ledger]:
+def ledger(tmp_path) -> Iterator[Ledger]:
     with Ledger(["seed=0,1,2,3"], tmp_path / "sweeps" / "a", "auto") as opened:
         yield opened
 
@@ -59,16 +59,14 @@ def states(ledger: Ledger) -> list[str]:
     return [jobs[number]["state"] for number in sorted(jobs, key=int)]
 
 
-def test_every_exit_code_of_the_command_has_its_state() -> None:
+def test_every_exit_code_of_the_command_has_its_state():
     assert {STATES[code]: code for code in EXIT_CODES.values()} == EXIT_CODES
 
 
 @pytest.mark.parametrize(
     ("pool", "refused"), [(FakePool({1: [1]}, 1), ()), (FakePool({1: [3]}, 1), ()), (FakePool({}, 1), (1,))]
 )
-def test_fail_fast_starts_no_job_after_one_that_failed(
-    pool: FakePool, refused: tuple[int, ...], ledger: Ledger
-) -> None:
+def test_fail_fast_starts_no_job_after_one_that_failed(pool, refused, ledger):
     codes = run_scheduler(ledger, FakeJobSource(ledger.path, 4, refused), pool, Local(fail_fast=True))
     assert codes[1] != 0
     assert len(codes) == 2, "jobs 2 and 3 have not begun"
@@ -76,7 +74,7 @@ def test_fail_fast_starts_no_job_after_one_that_failed(
 
 
 @pytest.mark.parametrize("slots", [1, 9])
-def test_each_job_runs_once_and_as_many_run_at_once_as_there_are_slots(slots: int, ledger: Ledger) -> None:
+def test_each_job_runs_once_and_as_many_run_at_once_as_there_are_slots(slots, ledger):
     pool = FakePool({1: [3], 2: [2]}, slots)
     most: list[int] = []
     pool.on_wait = lambda: most.append(len(pool.running))
@@ -91,7 +89,7 @@ def test_each_job_runs_once_and_as_many_run_at_once_as_there_are_slots(slots: in
     assert read_ledger(ledger.path)["jobs"]["2"]["error"] == "it is job 2\nthe last words of job 2"
 
 
-def test_a_job_that_an_earlier_command_has_completed_is_not_started(ledger: Ledger) -> None:
+def test_a_job_that_an_earlier_command_has_completed_is_not_started(ledger):
     ledger.update(0, config_hash="hash 0", code=0, state="done")
     ledger.update(1, config_hash="hash of another config", code=0, state="done")
     ledger.update(2, config_hash="hash 2", code=75, state="stopped")
@@ -101,9 +99,7 @@ def test_a_job_that_an_earlier_command_has_completed_is_not_started(ledger: Ledg
     assert (0, 0) in jobs.told
 
 
-def test_a_job_that_can_never_run_is_refused_and_the_others_run(
-    ledger: Ledger, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_job_that_can_never_run_is_refused_and_the_others_run(ledger, capsys):
     """Two because of their configs, with the same message, which is shown once, and one because of its demand."""
 
     class Small(FakePool):
@@ -118,18 +114,13 @@ def test_a_job_that_can_never_run_is_refused_and_the_others_run(
     assert capsys.readouterr().err.count("seed: got it: it is refused") == 1
 
 
-@pytest.mark.parametrize(
-    ("code", "text"),
-    [
-        (1, "the last words of job 1"),
-        (-9, "was killed by SIGKILL"),
-        (77, "ended with exit code 77"),
-        (None, "was lost"),
-    ],
+@pytest.mark.cases(
+    (1, "the last words of job 1"),
+    (-9, "was killed by SIGKILL"),
+    (77, "ended with exit code 77"),
+    (None, "was lost"),
 )
-def test_a_crashed_job_is_started_again_as_often_as_retries_allows(
-    code: int | None, text: str, ledger: Ledger, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_crashed_job_is_started_again_as_often_as_retries_allows(code, text, ledger, capsys):
     ledger.update(1, config_hash="hash 1", code=75, state="stopped", tries=3)
     pool = FakePool({1: [code, code], 2: [code] * 3, 3: [2]})
     assert run_scheduler(ledger, FakeJobSource(ledger.path, 4), pool, Local(retries=2)) == [0, 0, 1, 2]
@@ -142,8 +133,8 @@ def test_a_crashed_job_is_started_again_as_often_as_retries_allows(
 
 @pytest.mark.parametrize(("status", "code", "known"), [("crashed", 1, 1), ("diverged", 3, 3), ("diverged", 3, None)])
 def test_the_result_tells_why_a_job_failed_and_how_it_ended_if_its_exit_code_is_unknown(
-    status: str, code: int, known: int | None, ledger: Ledger, capsys: pytest.CaptureFixture[str]
-) -> None:
+    status, code, known, ledger, capsys
+):
     (ledger.path / "000").mkdir()
     result = {"status": status, "steps": 0, "error": "DataError: a.png is damaged\n  skip it"}
     (ledger.path / "000" / "result.json").write_text(json.dumps(result))
@@ -152,9 +143,7 @@ def test_the_result_tells_why_a_job_failed_and_how_it_ended_if_its_exit_code_is_
     assert (f"{result['error']}\n" in capsys.readouterr().err) == (status == "crashed")
 
 
-def test_a_stop_signal_stops_the_running_jobs_and_no_more_jobs_start(
-    ledger: Ledger, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_stop_signal_stops_the_running_jobs_and_no_more_jobs_start(ledger, capsys):
     pool, stop = FakePool({}), StopRequest()
 
     def receive() -> None:
@@ -169,8 +158,8 @@ def test_a_stop_signal_stops_the_running_jobs_and_no_more_jobs_start(
 
 
 def test_the_ledger_records_which_jobs_run_and_tells_the_pool_where_a_killed_command_had_started_them(
-    ledger: Ledger,
-) -> None:
+    ledger,
+):
     """The outcome of an earlier attempt is cleared: if the scheduler were killed now, the job would count as done."""
     ledger.update(0, config_hash="hash 0", state="running", slot="here", error="an error", seconds=1.0)
     ledger.update(1, config_hash="hash of another config", code=0, state="running", slot="there")
@@ -189,9 +178,7 @@ DISK_FULL, NOT_MEASURED = OSError(errno.ENOSPC, "No space left", "study.log"), C
 
 @pytest.mark.parametrize("error", [DISK_FULL, NOT_MEASURED], ids=["disk", "config"])
 @pytest.mark.parametrize("where", ["next", "tell", "write"])
-def test_a_ledger_or_a_study_that_cannot_be_written_stops_the_sweep(
-    where: str, error: Exception, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_ledger_or_a_study_that_cannot_be_written_stops_the_sweep(where, error, ledger, monkeypatch):
     def fail(*_: object) -> Any:
         raise error
 
@@ -209,7 +196,7 @@ def test_a_ledger_or_a_study_that_cannot_be_written_stops_the_sweep(
     assert pool.stopped == ({0, 1} if where == "next" else {1}), "job 0 had ended"
 
 
-def test_unpromising_jobs_are_stopped_and_may_continue_later(ledger: Ledger) -> None:
+def test_unpromising_jobs_are_stopped_and_may_continue_later(ledger):
     class Search(FakeJobSource):
         def unpromising(self, running: Collection[int]) -> list[int]:
             return [1] if self.told == [(0, 0)] and 1 in running else []

@@ -161,7 +161,7 @@ def study(source: Search) -> list[tuple[str, dict[str, Any], float | None]]:
 
 
 @pytest.mark.parametrize(("search", "slots"), [("tpe", 1), ("random", 3)])
-def test_a_search_finds_better_values_and_returns_the_best(search: str, slots: int, tmp_path: Path) -> None:
+def test_a_search_finds_better_values_and_returns_the_best(search, slots, tmp_path):
     source, pool, codes = searched(tmp_path, Local(search=search, trials=40), slots=slots)
     assert codes == [0] * 40
     assert pool.started == list(range(40))
@@ -180,7 +180,7 @@ def test_a_search_finds_better_values_and_returns_the_best(search: str, slots: i
         assert statistics.median(losses[30:]) < statistics.median(losses[:10])
 
 
-def test_a_grid_leaves_out_keys_that_the_chosen_option_does_not_have(tmp_path: Path) -> None:
+def test_a_grid_leaves_out_keys_that_the_chosen_option_does_not_have(tmp_path):
     lr = Dimension("lr", ("lr",), [["lr=0.1"]])
     source, pool, _ = searched(tmp_path, Local(search="grid"), space(lr, OPTIMIZER, LISTED_MOMENTUM))
     best = ["optimizer=sgd", "lr=0.1", "optimizer.momentum=0"]
@@ -189,7 +189,7 @@ def test_a_grid_leaves_out_keys_that_the_chosen_option_does_not_have(tmp_path: P
     assert source.best() == (best, loss(best))
 
 
-def test_the_value_of_a_trial_is_the_mean_over_its_seeds(tmp_path: Path) -> None:
+def test_the_value_of_a_trial_is_the_mean_over_its_seeds(tmp_path):
     source, pool, codes = searched(tmp_path, Local(search="random", trials=3, seeds=3), slots=2)
     assert codes == [0] * 9
     for trial, (_, _, value) in enumerate(study(source)):
@@ -199,7 +199,7 @@ def test_the_value_of_a_trial_is_the_mean_over_its_seeds(tmp_path: Path) -> None
         assert len({values(each)["lr"] for each in words}) == 1
 
 
-def test_failed_trials_have_no_value_and_an_interrupted_one_is_resumed(tmp_path: Path) -> None:
+def test_failed_trials_have_no_value_and_an_interrupted_one_is_resumed(tmp_path):
     options = Local(search="random", trials=5)
     source, _, codes = searched(tmp_path, options, codes={0: [1], 1: [3], 2: [2], 3: [130]})
     assert codes == [1, 3, 2, 130, 0]
@@ -228,7 +228,7 @@ class Writes:
 
 
 @pytest.fixture
-def writes(monkeypatch: pytest.MonkeyPatch) -> Writes:
+def writes(monkeypatch) -> Writes:
     from optuna.storages.journal import JournalFileBackend
 
     from runner.sweeps import ledger
@@ -253,9 +253,7 @@ def writes(monkeypatch: pytest.MonkeyPatch) -> Writes:
 
 
 @pytest.mark.parametrize(("seeds", "finite"), [(1, False), (2, False), (1, True)])
-def test_resume_of_a_search_killed_at_any_write_gives_the_same_trials(
-    seeds: int, finite: bool, tmp_path: Path, writes: Writes
-) -> None:
+def test_resume_of_a_search_killed_at_any_write_gives_the_same_trials(seeds, finite, tmp_path, writes):
     """With one job at a time, the trials have the same parameters and values as in a search that is not killed.
 
     After each kill, at most one job that had ended runs again.
@@ -280,7 +278,7 @@ def test_resume_of_a_search_killed_at_any_write_gives_the_same_trials(
         assert set(done) == set(range(12 * seeds))
 
 
-def test_a_study_with_another_hard_link_is_copied_before_it_is_continued(tmp_path: Path) -> None:
+def test_a_study_with_another_hard_link_is_copied_before_it_is_continued(tmp_path):
     options, other = Local(search="random", trials=2), tmp_path / "backup.log"
     with open_search(tmp_path, options) as source:
         path = begin(source)
@@ -298,9 +296,7 @@ def test_a_study_with_another_hard_link_is_copied_before_it_is_continued(tmp_pat
     ("options", "dimensions", "goal"),
     [({}, [LR, OPTIMIZER], "min"), ({}, [], "max"), ({"search": "tpe"}, [], "min"), ({"seeds": 2}, [], "min")],
 )
-def test_a_study_of_another_search_is_refused(
-    options: dict[str, Any], dimensions: list[Dimension], goal: str, tmp_path: Path
-) -> None:
+def test_a_study_of_another_search_is_refused(options, dimensions, goal, tmp_path):
     with open_search(tmp_path, Local(search="random", trials=2)) as source:
         begin(source)
     other = Local(**{"search": "random", "trials": 2, **options})
@@ -311,7 +307,7 @@ def test_a_study_of_another_search_is_refused(
 
 
 @pytest.mark.parametrize("words", [["hydra.run.dir=/elsewhere"], ["lr=9"], ["lr=0.5\n"], [7], "words", None], ids=repr)
-def test_a_damaged_study_or_one_with_values_from_outside_the_space_is_refused(words: object, tmp_path: Path) -> None:
+def test_a_damaged_study_or_one_with_values_from_outside_the_space_is_refused(words, tmp_path):
     """Those of the best trial would be printed as a command, and written as an experiment."""
     options = Local(search="random", trials=2)
     with open_search(tmp_path, options) as source:
@@ -324,9 +320,7 @@ def test_a_damaged_study_or_one_with_values_from_outside_the_space_is_refused(wo
 
 
 @pytest.mark.parametrize(("trials", "started"), [(5, [3, 4]), (2, [])])
-def test_a_finished_search_continues_with_more_trials(
-    trials: int, started: list[int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_finished_search_continues_with_more_trials(trials, started, tmp_path, capsys):
     first, _, _ = searched(tmp_path, Local(search="random", trials=3))
     source, pool, codes = searched(tmp_path, Local(search="random", trials=trials, sampler_seed=7))
     assert source._ledger.path == first._ledger.path
@@ -338,9 +332,7 @@ def test_a_finished_search_continues_with_more_trials(
 
 
 @pytest.mark.parametrize(("search", "slots", "killed"), [("tpe", 3, False), ("tpe", 1, True), ("random", 3, True)])
-def test_a_search_of_a_finite_space_tries_each_combination_once(
-    search: str, slots: int, killed: bool, tmp_path: Path
-) -> None:
+def test_a_search_of_a_finite_space_tries_each_combination_once(search, slots, killed, tmp_path):
     wanted = {
         frozenset({f"width={width}", "lr=0.03", *words})
         for width in range(2, 9)
@@ -357,13 +349,13 @@ def test_a_search_of_a_finite_space_tries_each_combination_once(
     assert set(tried) == wanted
 
 
-def test_a_search_without_optuna_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_without_optuna_is_refused(monkeypatch):
     monkeypatch.setattr("runner.sweeps.engines.base.is_installed", lambda name: False)
     with pytest.raises(ConfigError, match="pip install optuna"):
         Local(search="tpe")
 
 
-def test_halving_stops_worse_trials_and_completes_the_best(tmp_path: Path) -> None:
+def test_halving_stops_worse_trials_and_completes_the_best(tmp_path):
     """Each trial is worse than those before it: three of nine pass their first evaluation, and one its third."""
     options = Local(search="random", trials=9, prune="halving")
     source, pool, codes = searched(tmp_path, options, slots=3, loss_after=lambda number, i: number + 1 / i)
@@ -374,7 +366,7 @@ def test_halving_stops_worse_trials_and_completes_the_best(tmp_path: Path) -> No
     assert source._ledger.complete
 
 
-def test_a_pruned_trial_is_promoted_when_the_others_turn_out_worse(tmp_path: Path) -> None:
+def test_a_pruned_trial_is_promoted_when_the_others_turn_out_worse(tmp_path):
     """Trial 1 is stopped as the worse of two trials, and continues later as one of the two best of six."""
     options, first = Local(search="random", trials=6, prune="halving"), {0: 1.0, 1: 2.0}
     source, pool, _ = searched(tmp_path, options, loss_after=lambda number, i: first.get(number, 10.0 + number))
@@ -383,7 +375,7 @@ def test_a_pruned_trial_is_promoted_when_the_others_turn_out_worse(tmp_path: Pat
     assert study(source)[0][0] == "COMPLETE"
 
 
-def test_the_median_rule_compares_with_four_others_and_pruned_trials_stay_pruned_in_a_resume(tmp_path: Path) -> None:
+def test_the_median_rule_compares_with_four_others_and_pruned_trials_stay_pruned_in_a_resume(tmp_path):
     """One of their run directories, which contain their evaluations, was deleted."""
     options, stop = Local(search="random", trials=8, prune="median"), StopRequest()
 
@@ -404,7 +396,7 @@ def test_the_median_rule_compares_with_four_others_and_pruned_trials_stay_pruned
 
 
 @pytest.mark.parametrize("best", [True, False])
-def test_the_value_is_the_best_or_the_last_one(best: bool) -> None:
+def test_the_value_is_the_best_or_the_last_one(best):
     result = {"metrics": {"eval/loss": 3, "lr": "NaN"}, "best": {"metric": "eval/loss", "value": 1.5, "step": 2}}
     assert Objective("eval/loss", "min", best).value(result) == (1.5 if best else 3.0)
     for tag, of, why in (("eval/los", result, "but eval/loss, lr;"), ("lr", result, "but"), ("x", {}, "but nothing;")):

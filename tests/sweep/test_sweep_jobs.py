@@ -1,7 +1,5 @@
 """Tests of `runner.sweeps.sweep_jobs`: lists, paired values, ranges and intervals in the overrides of a sweep."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -16,19 +14,16 @@ def jobs(*overrides: str) -> SweepJobs:
     return SweepJobs(Composer(), list(overrides))
 
 
-@pytest.mark.parametrize(
-    ("word", "members"),
-    [
-        ("p=zip(seed=[1,2],batch_size=[8,16])", ["seed=1,2", "batch_size=8,16"]),
-        ("p=zip(model=[tiny,convnet], +x=['a,b',c])", ["model=tiny,convnet", "+x='a,b',c"]),
-        ("p=zip(a=[[1,2],[3,4]],b=[{x:1},{x:2}])", ["a=[1,2],[3,4]", "b={x:1},{x:2}"]),
-    ],
+@pytest.mark.cases(
+    ("p=zip(seed=[1,2],batch_size=[8,16])", ["seed=1,2", "batch_size=8,16"]),
+    ("p=zip(model=[tiny,convnet], +x=['a,b',c])", ["model=tiny,convnet", "+x='a,b',c"]),
+    ("p=zip(a=[[1,2],[3,4]],b=[{x:1},{x:2}])", ["a=[1,2],[3,4]", "b={x:1},{x:2}"]),
 )
-def test_parse_zip_returns_the_name_and_the_members(word: str, members: list[str]) -> None:
+def test_parse_zip_returns_the_name_and_the_members(word, members):
     assert parse_zip(word) == ("p", members)
 
 
-def test_paired_values_are_combined_with_others_but_not_with_each_other() -> None:
+def test_paired_values_are_combined_with_others_but_not_with_each_other():
     sweep = jobs("pairs=zip(optimizer=[sgd,adam],optimizer.lr=[0.1,0.001])", "seed=1,2", "precision=bf16")
     assert sweep.swept == ["seed", "optimizer", "optimizer.lr"]
     assert len(sweep) == 4
@@ -43,54 +38,48 @@ def test_paired_values_are_combined_with_others_but_not_with_each_other() -> Non
 
 
 @pytest.mark.parametrize("prefix", ["", "++"])
-def test_where_a_sweep_is_written_is_no_override_of_its_jobs(prefix: str) -> None:
+def test_where_a_sweep_is_written_is_no_override_of_its_jobs(prefix):
     words = ["seed=7", f"{prefix}seed=1,2", f"{prefix}output_root=x", f"{prefix}resume=auto", f"{prefix}sweep.slots=1"]
     sweep = jobs(*words)
     assert list(sweep) == [[f"{prefix}seed=1"], [f"{prefix}seed=2"]]
     assert sweep.common == [f"{prefix}output_root=x", f"{prefix}resume=auto"]
 
 
-def test_options_that_are_numbers_can_be_paired() -> None:
+def test_options_that_are_numbers_can_be_paired():
     first, last = jobs("p=zip(precision=[32,bf16],accumulation=[1,2])")
     assert (first, last) == (["precision='32'", "accumulation='1'"], ["precision=bf16", "accumulation='2'"])
 
 
-@pytest.mark.parametrize(
-    ("words", "why"),
-    [
-        ("p=zip(seed=[1,2],batch_size=[8])", "seed has 2, batch_size has 1"),
-        ("p=zip(seed=[1,2],batch_size=[8,16],seed=[3,4])", "seed is in it twice"),
-        ("p=zip(seed=[1,2])", "fewer than two keys"),
-        ("p=zip(seed=[1,2],batch_size=8)", "'batch_size=8' is not of the form KEY=[VALUE,VALUE]"),
-        ("p=zip(seed=[1,2],q=zip(a=[1],b=[2]))", "'q=zip(a=[1]' is not of the form KEY=[VALUE"),
-        ("seed=3 p=zip(seed=[1,2],batch_size=[8,16])", "set by another override"),
-        ("resume=auto,never", "the same for all jobs"),
-        ("seed=range(0,200) epochs=range(1,100)", "more than 10,000 jobs"),
-        ("optimizer.lr=range(0,1e300,1e-300)", "more than 10,000 jobs"),  # it is not listed
-        ("optimizer.lr=range(0.5,nan)", "a range needs numbers"),
-        ("optimizer.lr=range(0,1,0)", "a step that is not 0"),
-        ("optimizer.lr=interval(1,0) sweep.search=tpe", "empty or not finite"),
-        ("optimizer.lr=interval(0,inf) sweep.search=tpe", "empty or not finite"),
-        ("optimizer.lr=tag(log,interval(0,1)) sweep.search=tpe", "a logarithm needs values above 0"),
-        ("optimizer.lr=tag(cubic,interval(0,1)) sweep.search=tpe", "the only tag of an interval is log"),
-    ],
+@pytest.mark.cases(
+    ("p=zip(seed=[1,2],batch_size=[8])", "seed has 2, batch_size has 1"),
+    ("p=zip(seed=[1,2],batch_size=[8,16],seed=[3,4])", "seed is in it twice"),
+    ("p=zip(seed=[1,2])", "fewer than two keys"),
+    ("p=zip(seed=[1,2],batch_size=8)", "'batch_size=8' is not of the form KEY=[VALUE,VALUE]"),
+    ("p=zip(seed=[1,2],q=zip(a=[1],b=[2]))", "'q=zip(a=[1]' is not of the form KEY=[VALUE"),
+    ("seed=3 p=zip(seed=[1,2],batch_size=[8,16])", "set by another override"),
+    ("resume=auto,never", "the same for all jobs"),
+    ("seed=range(0,200) epochs=range(1,100)", "more than 10,000 jobs"),
+    ("optimizer.lr=range(0,1e300,1e-300)", "more than 10,000 jobs"),  # it is not listed
+    ("optimizer.lr=range(0.5,nan)", "a range needs numbers"),
+    ("optimizer.lr=range(0,1,0)", "a step that is not 0"),
+    ("optimizer.lr=interval(1,0) sweep.search=tpe", "empty or not finite"),
+    ("optimizer.lr=interval(0,inf) sweep.search=tpe", "empty or not finite"),
+    ("optimizer.lr=tag(log,interval(0,1)) sweep.search=tpe", "a logarithm needs values above 0"),
+    ("optimizer.lr=tag(cubic,interval(0,1)) sweep.search=tpe", "the only tag of an interval is log"),
 )
-def test_invalid_pairs_ranges_and_intervals_are_refused(words: str, why: str) -> None:
+def test_invalid_pairs_ranges_and_intervals_are_refused(words, why):
     with pytest.raises(ConfigError) as refusal:
         jobs(*words.split())
     assert refusal.value.key == words.partition("=")[0]
     assert why in str(refusal.value)
 
 
-@pytest.mark.parametrize(
-    ("typed", "interval"),
-    [
-        ("interval(0.1,1)", Interval(0.1, 1.0)),
-        ("tag(log,interval(1e-4,1e-1))", Interval(1e-4, 1e-1, log=True)),
-        ("int(interval(1,9))", Interval(1, 9, whole=True)),
-    ],
+@pytest.mark.cases(
+    ("interval(0.1,1)", Interval(0.1, 1.0)),
+    ("tag(log,interval(1e-4,1e-1))", Interval(1e-4, 1e-1, log=True)),
+    ("int(interval(1,9))", Interval(1, 9, whole=True)),
 )
-def test_intervals_of_a_search_are_parsed(typed: str, interval: Interval) -> None:
+def test_intervals_of_a_search_are_parsed(typed, interval):
     sweep = jobs(f"optimizer.lr={typed}", "optimizer=sgd,adam", "sweep.search=tpe")
     [found] = [each for each in sweep.dimensions if each.interval]
     assert (found.keys, found.interval) == (("optimizer.lr",), interval)
@@ -98,7 +87,7 @@ def test_intervals_of_a_search_are_parsed(typed: str, interval: Interval) -> Non
 
 
 @pytest.mark.parametrize("workload", ["classifier", "regression"])
-def test_the_metric_of_a_search_is_known_even_if_its_first_sample_is_refused(workload: str) -> None:
+def test_the_metric_of_a_search_is_known_even_if_its_first_sample_is_refused(workload):
     planner = Planner(jobs(f"workload={workload}", "optimizer.lr=-1,0.1", "sweep.search=random"), None)
     assert planner.best == {"classifier": ("accuracy", "max"), "regression": ("loss", "min")}[workload]
 
@@ -107,7 +96,7 @@ def test_the_metric_of_a_search_is_known_even_if_its_first_sample_is_refused(wor
 @pytest.mark.parametrize(
     ("engine", "device"), [("slurm", ["device=cuda", "device.index=3"]), ("ray", ["parallel=ddp", "device=cuda"])]
 )
-def test_jobs_for_gpus_are_planned_on_a_machine_without_gpus(engine: str, device: list[str], tmp_path: Path) -> None:
+def test_jobs_for_gpus_are_planned_on_a_machine_without_gpus(engine, device, tmp_path):
     planner = Planner(jobs("seed=0,1", *device, f"sweep={engine}", "sweep.gpus=2", "device.threads=3"), None)
     planner.path = tmp_path
     planned = planner.plan(1, ["seed=1", *device, "device.threads=3"])

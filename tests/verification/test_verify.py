@@ -29,7 +29,7 @@ KINDS = ("samples", "loss", "gradients", "weights", "buffers", "evaluation")
 
 
 @pytest.fixture(autouse=True)
-def _helpers_are_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _helpers_are_trusted(tmp_path, monkeypatch) -> None:
     """Declare `helpers` as a package of components, so that configs may use the modes and workloads in it."""
     info = tmp_path / "helpers-1.dist-info"
     info.mkdir()
@@ -43,7 +43,7 @@ REFERENCES: dict[str, list[Steps]] = {}
 
 
 @pytest.fixture(autouse=True)
-def _few_runs(ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _few_runs(ranks: Ranks, tmp_path, monkeypatch) -> None:
     """Save time: compose each config and compute each reference only once, narrow the networks, and reuse `ranks`."""
 
     def compose(overrides: list[str], config_dir: str | None) -> dict[str, Any]:
@@ -84,27 +84,24 @@ def too_large(out: str) -> list[str]:
     return [kind for kind in KINDS for line in out.splitlines() if line.startswith(f"{kind}  ") and "<-" in line]
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ["accumulation=2", "data.crop=2", "max_grad_norm=0.1"],
-        ["parallel=ddp", "precision=64"],
-        ["parallel=ddp", "parallel.processes=3", "batch_size=48", "precision=bf16"],
-        ["parallel=fsdp", "max_grad_norm=0.1", "optimizer=adam"],
-        ["parallel=fsdp", "precision=16", "precision.growth_interval=100"],
-        ["parallel=dp", "precision=tf32"],
-        ["parallel=model"],
-        ["parallel=pipeline", "accumulation=2", "max_grad_norm=0.1"],
-        ["parallel=pipeline", "parallel.schedule=interleaved_1f1b", "model=convnet", "data.size=16", "precision=bf16"],
-        ["parallel=hogwild", "parallel.processes=1"],
-        [*RESNET, "parallel=ddp", "parallel.sync_batch_norm=true", "--steps=1"],
-        [mode("Replicas"), "accumulation=2"],
-        ["parallel=ddp", workload("WithRunningMean")],
-        ["workload=dqn", "model=qnet", "accumulation=2", "workload.warm_up=100"],
-    ],
+@pytest.mark.cases(
+    ["accumulation=2", "data.crop=2", "max_grad_norm=0.1"],
+    ["parallel=ddp", "precision=64"],
+    ["parallel=ddp", "parallel.processes=3", "batch_size=48", "precision=bf16"],
+    ["parallel=fsdp", "max_grad_norm=0.1", "optimizer=adam"],
+    ["parallel=fsdp", "precision=16", "precision.growth_interval=100"],
+    ["parallel=dp", "precision=tf32"],
+    ["parallel=model"],
+    ["parallel=pipeline", "accumulation=2", "max_grad_norm=0.1"],
+    ["parallel=pipeline", "parallel.schedule=interleaved_1f1b", "model=convnet", "data.size=16", "precision=bf16"],
+    ["parallel=hogwild", "parallel.processes=1"],
+    [*RESNET, "parallel=ddp", "parallel.sync_batch_norm=true", "--steps=1"],
+    [mode("Replicas"), "accumulation=2"],
+    ["parallel=ddp", workload("WithRunningMean")],
+    ["workload=dqn", "model=qnet", "accumulation=2", "workload.warm_up=100"],
     ids=lambda overrides: " ".join(overrides).replace("helpers.incorrect_modes.", ""),
 )
-def test_equivalent_modes_are_the_same(overrides: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+def test_equivalent_modes_are_the_same(overrides, capfd):
     base = ["device=cpu", "device.threads=1"] if overrides[0] == "workload=dqn" else TINY_CPU
     code = verify.main([*base, *overrides])
     out = capfd.readouterr().out
@@ -114,16 +111,14 @@ def test_equivalent_modes_are_the_same(overrides: list[str], capfd: pytest.Captu
     assert out.endswith("the same: this config computes what a single device computes, up to rounding\n")
 
 
-def test_a_device_without_float64_refuses_it(monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+def test_a_device_without_float64_refuses_it(monkeypatch, capfd):
     refusal = Mock(side_effect=ConfigError("precision", "64", "it has no float64", "choose device=cpu"))
     monkeypatch.setattr(Double, "check_device", refusal)
     assert verify_exit_code("accumulation=2", "precision=64") == verify.REFUSED
     assert "precision: got '64': it has no float64" in capfd.readouterr().err
 
 
-def test_processes_that_the_mode_starts_and_options_of_a_config_directory_are_compared(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_processes_that_the_mode_starts_and_options_of_a_config_directory_are_compared(tmp_path, monkeypatch):
     monkeypatch.setattr(verification, "first_steps", verify_steps.first_steps)
     assert verify_exit_code("parallel=ddp", "accumulation=2") == verify.SAME
     option = tmp_path / "it's" / "parallel" / "replicas.yaml"
@@ -150,7 +145,7 @@ PLANTED_MISTAKES = {
 
 
 @pytest.mark.parametrize("name", PLANTED_MISTAKES)
-def test_a_planted_mistake_is_distinguished_from_rounding(name: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_planted_mistake_is_distinguished_from_rounding(name, capfd):
     overrides, row = PLANTED_MISTAKES[name]
     code = verify_exit_code(*overrides)
     out = capfd.readouterr().out
@@ -160,60 +155,45 @@ def test_a_planted_mistake_is_distinguished_from_rounding(name: str, capfd: pyte
     assert "the same:" not in out
 
 
-@pytest.mark.parametrize(
-    ("overrides", "words"),
-    [
-        ([*RESNET, "accumulation=2"], "Batch normalization"),
-        (["parallel=ddp", "model=convnet", "data.size=16", "model.dropout=0.5"], "dropout"),
-    ],
+@pytest.mark.cases(
+    ([*RESNET, "accumulation=2"], "Batch normalization"),
+    (["parallel=ddp", "model=convnet", "data.size=16", "model.dropout=0.5"], "dropout"),
 )
-def test_an_expected_difference_is_explained(
-    overrides: list[str], words: str, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_an_expected_difference_is_explained(overrides, words, capfd):
     assert verify_exit_code(*overrides, "--steps", "1") == verify.DIFFERENT
     out = capfd.readouterr().out
     assert "gradients" in too_large(out)
     assert words in out.partition("\ndifferent: ")[2]
 
 
-@pytest.mark.parametrize(
-    ("overrides", "words"),
-    [
-        (["parallel=ddp", workload("Float32")], "something here computes in fewer than 64 bits"),
-        (["accumulation=2", workload("AmplifiesRounding")], "on a single device alone"),
-        (["accumulation=2", workload("Diverges")], "on a single device, the loss is not finite at step 1"),
-    ],
+@pytest.mark.cases(
+    (["parallel=ddp", workload("Float32")], "something here computes in fewer than 64 bits"),
+    (["accumulation=2", workload("AmplifiesRounding")], "on a single device alone"),
+    (["accumulation=2", workload("Diverges")], "on a single device, the loss is not finite at step 1"),
 )
-def test_differences_hidden_by_rounding_are_not_judged(
-    overrides: list[str], words: str, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_differences_hidden_by_rounding_are_not_judged(overrides, words, capfd):
     assert verify_exit_code(*overrides) == verify.UNJUDGED
     out = capfd.readouterr().out
     assert words in out.partition("cannot be judged: ")[2]
     assert "the same:" not in out
 
 
-def test_a_config_that_crashes_is_not_judged(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_config_that_crashes_is_not_judged(capfd):
     assert verify_exit_code(mode("Crashes")) == verify.UNJUDGED
     err = capfd.readouterr().err
     assert "ZeroDivisionError" in err
     assert "cannot be judged: the config crashed" in err
 
 
-@pytest.mark.parametrize(
-    ("overrides", "words"),
-    [
-        (["parallel=hogwild"], "parallel.processes: got 2:"),
-        (["parallel=ensemble"], "parallel.processes: got 2:"),
-        (["workload=dqn", "parallel=ddp", "model=qnet"], "parallel: got 'several processes':"),
-        (["env=acrobot"], "env: got 'acrobot':"),
-        (["--steps", "0"], "--steps: got 0"),
-        (["resume=outputs/run"], "resume: got 'outputs/run':"),
-    ],
+@pytest.mark.cases(
+    (["parallel=hogwild"], "parallel.processes: got 2:"),
+    (["parallel=ensemble"], "parallel.processes: got 2:"),
+    (["workload=dqn", "parallel=ddp", "model=qnet"], "parallel: got 'several processes':"),
+    (["env=acrobot"], "env: got 'acrobot':"),
+    (["--steps", "0"], "--steps: got 0"),
+    (["resume=outputs/run"], "resume: got 'outputs/run':"),
 )
-def test_configs_that_cannot_be_compared_are_refused(
-    overrides: list[str], words: str, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_configs_that_cannot_be_compared_are_refused(overrides, words, capfd):
     words_of_device = [text for text in TINY_CPU if "dqn" not in " ".join(overrides) or text.startswith("device")]
     assert verify.main([*words_of_device, *overrides]) == verify.REFUSED
     captured = capfd.readouterr()
@@ -221,7 +201,7 @@ def test_configs_that_cannot_be_compared_are_refused(
     assert not captured.out
 
 
-def test_the_largest_difference_is_relative_and_named() -> None:
+def test_the_largest_difference_is_relative_and_named():
     theirs = {"a": torch.tensor([3.0, 4.0]), "b": torch.tensor([0.0, 1e-9]), "count": torch.tensor(3)}
     ours = {"a": torch.tensor([3.0, 4.5]), "b": torch.tensor([0.0, 2e-9]), "count": torch.tensor(4)}
     found = largest_difference(ours, theirs)
@@ -233,7 +213,7 @@ def test_the_largest_difference_is_relative_and_named() -> None:
     assert largest_difference(ours, theirs).size == torch.inf
 
 
-def test_sample_hashes_depend_on_every_bit() -> None:
+def test_sample_hashes_depend_on_every_bit():
     batch = {"inputs": torch.randn(3, 2, 4, 4), "more": [torch.tensor([1, 2, 3])], "rate": torch.tensor(0.1)}
     hashes = sample_hashes(batch, 3)
     assert len(set(hashes)) == 3
@@ -250,7 +230,7 @@ def test_sample_hashes_depend_on_every_bit() -> None:
     assert sample_hashes(torch.zeros(3, 0), 3) == sample_hashes([torch.ones(3, 0)], 3), "no sample has an element"
 
 
-def test_the_samples_of_each_step_are_compared() -> None:
+def test_the_samples_of_each_step_are_compared():
     reference = [["a", "b"], ["c", "d"]]
     for tested, step in ([["a", "b"], ["c", "d"]], 0), ([["a", "b"], ["c", "c"]], 2), ([["a"], ["c", "d"]], 1):
         assert first_other_samples(Pair(Steps(tested), Steps(reference))) == step
@@ -262,45 +242,40 @@ def steps(gradient: float) -> Steps:
     return Steps([["a"]], tensors)
 
 
-@pytest.mark.parametrize(
-    ("own", "exact", "precision", "verdict"),
-    [
-        ((1 + 9e-3, 1), (1 + 9e-10, 1), Precision(), Verdict.SAME),
-        ((1 + 2e-2, 1), (1, 1), Precision(), Verdict.DIFFERENT),
-        ((1, 1), (1 + 2e-5, 1), Precision(), Verdict.DIFFERENT),
-        ((1, 1), (1 + 2e-9, 1), Precision(), Verdict.UNJUDGED),  # something computes in float32
-        ((1.57, 1), (5, 3.35), Precision(), Verdict.UNJUDGED),  # a difference of 0.57 and a rounding error of 2.35
-        ((1.03, 1.006), (1, 1), Precision(), Verdict.UNJUDGED),
-        ((1.1, 1.006), (1, 1), Precision(), Verdict.DIFFERENT),  # sixteen times the rounding error
-        ((1, 1.02), (1.5, 1), Precision(), Verdict.DIFFERENT),  # in float64, rounding explains 0.2 at most
-        ((1.3, 1.15), (1.01, 1), BFloat16(), Verdict.DIFFERENT),
-        ((1.57, 1), (1, 1), Precision(), Verdict.DIFFERENT),
-        ((1, 1), (3.35, 3.35), Precision(), Verdict.SAME),  # bitwise equal in both precisions
-        ((float("nan"), 1), (1, 1), Precision(), Verdict.DIFFERENT),
-        ((1 + 9e-7, 1), None, Precision(), Verdict.SAME),  # a device without float64
-        ((1 + 9e-6, 1), None, Precision(), Verdict.UNJUDGED),
-        ((1 + 2e-2, 1), None, Precision(), Verdict.DIFFERENT),
-        ((1.15, 1), (1, 1), BFloat16(), Verdict.SAME),
-        ((1.25, 1), (1, 1), BFloat16(), Verdict.DIFFERENT),
-        (None, (1 + 2e-9, 1), Double(), Verdict.UNJUDGED),
-    ],
+@pytest.mark.cases(
+    ((1 + 9e-3, 1), (1 + 9e-10, 1), Precision(), Verdict.SAME),
+    ((1 + 2e-2, 1), (1, 1), Precision(), Verdict.DIFFERENT),
+    ((1, 1), (1 + 2e-5, 1), Precision(), Verdict.DIFFERENT),
+    ((1, 1), (1 + 2e-9, 1), Precision(), Verdict.UNJUDGED),  # something computes in float32
+    ((1.57, 1), (5, 3.35), Precision(), Verdict.UNJUDGED),  # a difference of 0.57 and a rounding error of 2.35
+    ((1.03, 1.006), (1, 1), Precision(), Verdict.UNJUDGED),
+    ((1.1, 1.006), (1, 1), Precision(), Verdict.DIFFERENT),  # sixteen times the rounding error
+    ((1, 1.02), (1.5, 1), Precision(), Verdict.DIFFERENT),  # in float64, rounding explains 0.2 at most
+    ((1.3, 1.15), (1.01, 1), BFloat16(), Verdict.DIFFERENT),
+    ((1.57, 1), (1, 1), Precision(), Verdict.DIFFERENT),
+    ((1, 1), (3.35, 3.35), Precision(), Verdict.SAME),  # bitwise equal in both precisions
+    ((float("nan"), 1), (1, 1), Precision(), Verdict.DIFFERENT),
+    ((1 + 9e-7, 1), None, Precision(), Verdict.SAME),  # a device without float64
+    ((1 + 9e-6, 1), None, Precision(), Verdict.UNJUDGED),
+    ((1 + 2e-2, 1), None, Precision(), Verdict.DIFFERENT),
+    ((1.15, 1), (1, 1), BFloat16(), Verdict.SAME),
+    ((1.25, 1), (1, 1), BFloat16(), Verdict.DIFFERENT),
+    (None, (1 + 2e-9, 1), Double(), Verdict.UNJUDGED),
     ids=str,
 )
-def test_limits_do_not_grow_with_rounding(
-    own: tuple[float, float] | None, exact: tuple[float, float] | None, precision: Precision, verdict: Verdict
-) -> None:
+def test_limits_do_not_grow_with_rounding(own, exact, precision, verdict):
     configured, in_float64 = (each and Pair(*map(steps, each)) for each in (own, exact))
     assert compare(configured, in_float64, precision).verdict == verdict
 
 
-def test_a_plain_difference_counts_also_if_rounding_hides_others() -> None:
+def test_a_plain_difference_counts_also_if_rounding_hides_others():
     wrong, noisy = Pair(steps(1.5), steps(1)), {"w": torch.tensor(1.0)}
     for tested_or_reference, rounded in zip(wrong, (0.0, 2.35), strict=True):
         tested_or_reference.tensors["weights"] = {"w": noisy["w"] + rounded}
     assert compare(wrong, Pair(steps(1), steps(1)), Precision()).verdict == Verdict.DIFFERENT
 
 
-def test_a_wrong_mean_loss_is_detected_in_float64_for_every_precision() -> None:
+def test_a_wrong_mean_loss_is_detected_in_float64_for_every_precision():
     def with_loss(value: float) -> Steps:
         found = steps(1)
         found.tensors["loss"] = {"step 1": torch.tensor(float(value))}
@@ -312,6 +287,6 @@ def test_a_wrong_mean_loss_is_detected_in_float64_for_every_precision() -> None:
         assert compare(right, Pair(with_loss(1 + 5e-7), with_loss(1)), precision).verdict == Verdict.SAME
 
 
-def test_a_config_that_diverges_unlike_the_reference_is_different() -> None:
+def test_a_config_that_diverges_unlike_the_reference_is_different():
     diverged = Steps(diverged="the loss is not finite at step 2")
     assert compare(Pair(diverged, steps(1)), None, Precision()).verdict == Verdict.DIFFERENT

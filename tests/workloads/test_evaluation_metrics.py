@@ -1,7 +1,5 @@
 """Evaluation metrics of torchmetrics, and functions: every sample once in every mode, as if computed on all at once."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -56,9 +54,7 @@ def trained(
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_metrics_of_classes_are_those_of_all_held_out_samples_at_once(
-    mode: str, ranks: Callable[[int], PersistentRanks], tmp_path: Path
-) -> None:
+def test_metrics_of_classes_are_those_of_all_held_out_samples_at_once(mode, ranks, tmp_path):
     """359 samples in batches of 100: the last batches and the shards of the processes are uneven."""
     of = require("torchmetrics.functional.classification")
     found, outputs, targets = trained(tmp_path, mode, ranks, *CLASSES)
@@ -90,9 +86,7 @@ def test_metrics_of_classes_are_those_of_all_held_out_samples_at_once(
 
 @pytest.mark.parametrize("num_targets", [1, 2])
 @pytest.mark.parametrize("mode", ["single", "ddp"])
-def test_metrics_of_numbers_are_in_the_units_of_the_data(
-    mode: str, num_targets: int, ranks: Callable[[int], PersistentRanks], tmp_path: Path
-) -> None:
+def test_metrics_of_numbers_are_in_the_units_of_the_data(mode, num_targets, ranks, tmp_path):
     require("torchmetrics")
     u, v = torch.rand(2, 190, generator=torch.Generator().manual_seed(0)).double()
     rows = torch.stack((u, v, 1000 + 5 * u - v * v, 3 * v), 1).tolist()
@@ -140,7 +134,7 @@ def shards_of(metrics: EvaluationMetrics, outputs: torch.Tensor, targets: torch.
     return joined
 
 
-def test_a_correlation_with_constants_is_0_as_it_would_end_the_run_otherwise() -> None:
+def test_a_correlation_with_constants_is_0_as_it_would_end_the_run_otherwise():
     require("torchmetrics")
     metrics = NamedMetrics(OF_NUMBERS, ["pearson", "rmse"], 2)
     outputs, targets = torch.tensor([[1.0, 1], [1, 2], [1, 3]]), torch.tensor([[3.0, 2], [5, 4], [1, 6]])
@@ -172,12 +166,12 @@ def counted_in_rank() -> dict[str, float]:
         return metrics.compute(process.all_reduce(tally.sums()), CPU)
 
 
-def test_each_sample_counts_once_among_processes(ranks: Callable[[int], PersistentRanks]) -> None:
+def test_each_sample_counts_once_among_processes(ranks):
     require("torchmetrics")
     assert ranks(2).call_on_all(counted_in_rank) == [{"states": 7, "samples": 7}] * 2
 
 
-def test_what_torchmetrics_warns_of_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_torchmetrics_warns_of_is_said_once(caplog):
     """No sample is of the third class: the mean over classes counts it as 0, even if all predictions are right."""
     require("torchmetrics")
     metrics, outputs = NamedMetrics(OF_CLASSES, ["auroc"], 3), torch.eye(3)[:2]
@@ -187,7 +181,7 @@ def test_what_torchmetrics_warns_of_is_said_once(caplog: pytest.LogCaptureFixtur
     assert [record.args[0] for record in caplog.records if isinstance(record.args, tuple)] == ["auroc"]
 
 
-def test_objects_and_functions_of_any_kind_see_each_sample_once_in_order() -> None:
+def test_objects_and_functions_of_any_kind_see_each_sample_once_in_order():
     torchmetrics = require("torchmetrics")
     classification = torchmetrics.classification
     generator = torch.Generator().manual_seed(0)
@@ -229,7 +223,7 @@ def test_objects_and_functions_of_any_kind_see_each_sample_once_in_order() -> No
 
 
 @pytest.mark.parametrize(("name", "pick"), [("f1", max), ("calibration_error", min)])
-def test_the_best_checkpoint_is_that_of_the_chosen_metric(name: str, pick: Callable, tmp_path: Path) -> None:
+def test_the_best_checkpoint_is_that_of_the_chosen_metric(name, pick, tmp_path):
     require("torchmetrics")
     words = (*TINY_CPU, "steps=20", "eval_every=4", "optimizer.lr=0.5", "workload.metrics=[f1,calibration_error]")
     found = train_in(tmp_path, build_composed_run(*words, f"workload.best_metric={name}", "keep=1")).result
@@ -242,7 +236,7 @@ def test_the_best_checkpoint_is_that_of_the_chosen_metric(name: str, pick: Calla
     assert Classifier.best_for(options) == (name, pick.__name__)
 
 
-def test_names_that_cannot_be_measured_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_names_that_cannot_be_measured_are_refused(monkeypatch, tmp_path):
     for words, key, remedy in (
         (("workload.metrics=[f1,aurok]",), "workload.metrics", "auroc"),
         (("workload=regression", "workload.metrics=[auroc]"), "workload.metrics", "pearson"),

@@ -49,7 +49,7 @@ def refusal(*overrides: str) -> ConfigError:
     ),
     ("device=mps", "device.kind", "mps", "device=cpu"),
 )
-def test_invalid_options_are_refused(overrides: str, key: str, got: object, remedy: str) -> None:
+def test_invalid_options_are_refused(overrides, key, got, remedy):
     error = refusal(*overrides.split())
     assert error.key == (key if key == "compile" or "." in key else f"parallel.{key}")
     assert error.got == got
@@ -60,7 +60,7 @@ def test_invalid_options_are_refused(overrides: str, key: str, got: object, reme
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "interleaved_1f1b"])
-def test_what_is_suggested_instead_of_too_many_processes_is_accepted(schedule: str) -> None:
+def test_what_is_suggested_instead_of_too_many_processes_is_accepted(schedule):
     typed = [f"parallel.schedule={schedule}", "parallel.processes=50"]
     for words in (typed, [*typed, "parallel.stages=4"]):
         remedy, _, _ = refusal(*words).remedy.partition(", or ")
@@ -70,7 +70,7 @@ def test_what_is_suggested_instead_of_too_many_processes_is_accepted(schedule: s
 
 
 @pytest.mark.parametrize("mode", ["pipeline", "model"])
-def test_a_workload_without_a_criterion_is_refused_before_its_data_is_read(mode: str) -> None:
+def test_a_workload_without_a_criterion_is_refused_before_its_data_is_read(mode):
     run = build_composed_run("workload=dqn", f"parallel={mode}")
     with pytest.raises(ConfigError) as refused:
         run.session(first_process(run))
@@ -90,7 +90,7 @@ def test_a_workload_without_a_criterion_is_refused_before_its_data_is_read(mode:
     ("parallel.engine=streams parallel.stages=4", 4, 1, 16),
     ("parallel.split_size=16 accumulation=2", 2, 2, 2),
 )
-def test_unset_options_are_derived_from_the_others(overrides: str, stages: int, processes: int, micros: int) -> None:
+def test_unset_options_are_derived_from_the_others(overrides, stages, processes, micros):
     session = prepare(*overrides.split())
     mode = build_composed_run(*TINY, "parallel=pipeline", *overrides.split()).parallel
     assert isinstance(mode, Pipeline)
@@ -100,7 +100,7 @@ def test_unset_options_are_derived_from_the_others(overrides: str, stages: int, 
 
 
 @pytest.fixture
-def _two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def _two_gpus(monkeypatch) -> None:
     simulate_accelerators(monkeypatch, 2)
 
 
@@ -112,7 +112,7 @@ def _two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     ("parallel=model parallel.stages=3", "parallel.stages", 3, "parallel.stages=2"),
     ("parallel=model parallel.cuts=[nowhere]", "parallel.cuts", "nowhere", "conv2"),
 )
-def test_more_stages_than_devices_are_refused(overrides: str, key: str, got: object, remedy: str) -> None:
+def test_more_stages_than_devices_are_refused(overrides, key, got, remedy):
     error = refusal(*overrides.split())
     assert (error.key, error.got) == (key, got)
     assert remedy in error.remedy
@@ -137,9 +137,7 @@ Schedule = tuple[str, int, int]
     (10, None, None, ("interleaved_1f1b", 8, 4), 5),
     (64, None, None, ("zero_bubble", 2, 2), 8),
 )
-def test_the_number_of_micro_batches(
-    samples: int, size: int | None, count: int | None, pipeline: Schedule, found: int
-) -> None:
+def test_the_number_of_micro_batches(samples, size, count, pipeline, found):
     assert num_micro_batches(samples, size, count, *pipeline) == found
 
 
@@ -155,8 +153,8 @@ def test_the_number_of_micro_batches(
     (2, None, None, ("1f1b", 3, 3), "schedule", "1f1b", "parallel.schedule=gpipe"),
 )
 def test_the_error_for_an_impossible_split_suggests_the_nearest_possible_ones(
-    samples: int, size: int | None, count: int | None, pipeline: Schedule, key: str, got: object, remedy: str
-) -> None:
+    samples, size, count, pipeline, key, got, remedy
+):
     with pytest.raises(ConfigError) as refusal:
         num_micro_batches(samples, size, count, *pipeline)
     assert (refusal.value.key, refusal.value.got) == (f"parallel.{key}", got)
@@ -164,8 +162,8 @@ def test_the_error_for_an_impossible_split_suggests_the_nearest_possible_ones(
 
 
 def test_zero_bubble_with_group_normalization_is_refused_with_a_torch_that_crashes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     grouped, batched = (torch.nn.Sequential(norm) for norm in (torch.nn.GroupNorm(1, 2), torch.nn.BatchNorm2d(2)))
     monkeypatch.setattr(torch, "__version__", TorchVersion("2.14.0"))
     check_split_backward("zero_bubble", grouped)

@@ -7,7 +7,6 @@ import signal
 from collections.abc import Iterator
 from multiprocessing import active_children, forkserver
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -26,7 +25,7 @@ from runner.sweeps.engines.slurm import Slurm
 
 
 @pytest.fixture
-def pool(tmp_path: Path) -> Iterator[Pool]:
+def pool(tmp_path) -> Iterator[Pool]:
     with Local().connect(2, tmp_path) as pool:
         yield pool
 
@@ -38,7 +37,7 @@ def job(tmp_path: Path, number: int, *arguments: str, **demand: int) -> Job:
     )
 
 
-def test_jobs_run_concurrently_as_commands_and_print_to_their_files(pool: Pool, tmp_path: Path) -> None:
+def test_jobs_run_concurrently_as_commands_and_print_to_their_files(pool, tmp_path):
     for number, word in enumerate(("steps=1000000", "optimizer.lrr=1")):
         assert pool.submit(job(tmp_path, number, word)) is not None
     assert exit_codes_of(pool, 1) == {1: 2}
@@ -54,7 +53,7 @@ def test_jobs_run_concurrently_as_commands_and_print_to_their_files(pool: Pool, 
     assert (tmp_path / "1.txt").read_text() == "optimizer.lrr: there is no such key;\n  did you mean optimizer.lr?\n"
 
 
-def test_a_stopped_job_saves_and_a_killed_job_ends_with_its_ranks_and_does_not(pool: Pool, tmp_path: Path) -> None:
+def test_a_stopped_job_saves_and_a_killed_job_ends_with_its_ranks_and_does_not(pool, tmp_path):
     pool.submit(job(tmp_path, 0, "steps=1000000", "save_every=5"))
     pool.submit(job(tmp_path, 1, "steps=1000000", "save_every=5", "parallel=ddp"))
     wait_until(lambda: all(list((tmp_path / n / "checkpoints").glob("step_*")) for n in "01"))
@@ -68,7 +67,7 @@ def test_a_stopped_job_saves_and_a_killed_job_ends_with_its_ranks_and_does_not(p
     assert not (tmp_path / "1" / "result.json").exists()
 
 
-def test_jobs_go_on_when_the_fork_server_is_killed(pool: Pool, tmp_path: Path) -> None:
+def test_jobs_go_on_when_the_fork_server_is_killed(pool, tmp_path):
     for number, steps in enumerate((2, 1000000)):
         pool.submit(job(tmp_path, number, f"steps={steps}", "save_every=5"))
     server = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
@@ -86,7 +85,7 @@ def test_jobs_go_on_when_the_fork_server_is_killed(pool: Pool, tmp_path: Path) -
     assert exit_codes_of(pool, 2) == {2: 0}
 
 
-def test_a_job_that_a_killed_command_left_running_is_waited_for(pool: Pool, tmp_path: Path) -> None:
+def test_a_job_that_a_killed_command_left_running_is_waited_for(pool, tmp_path):
     console = tmp_path / "0.txt"
     with console.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # as the earlier process holds it
@@ -100,7 +99,7 @@ def test_a_job_that_a_killed_command_left_running_is_waited_for(pool: Pool, tmp_
 
 
 @pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> dict[str, list]:
+def machine(monkeypatch) -> dict[str, list]:
     """A fake machine with 8 cores, which starts nothing. A test sets its GPUs."""
     has: dict[str, list] = {"gpus": [], "started": []}
 
@@ -119,28 +118,23 @@ def submitted(pool: LocalPool, *demands: Demand) -> list[str | None]:
     return [pool.submit(Job(n, [], Path("console"), demand)) for n, demand in enumerate(demands)]
 
 
-@pytest.mark.parametrize(
-    ("options", "demands", "wanted"),
-    [
-        (("auto", "auto", 20), [Demand()] * 9, ["1 core"] * 8 + [None]),
-        (("auto", "auto", 2), [Demand()] * 2, ["4 cores"] * 2),
-        (("auto", 3, 20), [Demand()] * 3, ["3 cores", "3 cores", None]),
-        ((2, "auto", 20), [Demand()] * 3, ["4 cores", "4 cores", None]),
-        ((1, "auto", 20), [Demand()] * 2, ["8 cores", None]),
-        (("auto", "auto", 20), [Demand(processes=3), Demand(processes=6), Demand()], ["3 cores", None, "1 core"]),
-        (("auto", "auto", 20), [Demand(threads=99), Demand()], ["8 cores", None]),
-        (("auto", 2, 20), [Demand(processes=2), Demand(threads=1)], ["4 cores", "1 core"]),
-    ],
+@pytest.mark.cases(
+    (("auto", "auto", 20), [Demand()] * 9, ["1 core"] * 8 + [None]),
+    (("auto", "auto", 2), [Demand()] * 2, ["4 cores"] * 2),
+    (("auto", 3, 20), [Demand()] * 3, ["3 cores", "3 cores", None]),
+    ((2, "auto", 20), [Demand()] * 3, ["4 cores", "4 cores", None]),
+    ((1, "auto", 20), [Demand()] * 2, ["8 cores", None]),
+    (("auto", "auto", 20), [Demand(processes=3), Demand(processes=6), Demand()], ["3 cores", None, "1 core"]),
+    (("auto", "auto", 20), [Demand(threads=99), Demand()], ["8 cores", None]),
+    (("auto", 2, 20), [Demand(processes=2), Demand(threads=1)], ["4 cores", "1 core"]),
 )
-def test_the_cores_are_divided_among_the_jobs(
-    options: tuple[Any, Any, int], demands: list[Demand], wanted: list[str | None], machine: dict[str, list]
-) -> None:
+def test_the_cores_are_divided_among_the_jobs(options, demands, wanted, machine):
     assert submitted(LocalPool(*options), *demands) == wanted
     used = [core for args in machine["started"] for core in args[2]]
     assert len(used) == len(set(used)), "a core has one job"
 
 
-def test_each_job_has_gpus_of_its_own(machine: dict[str, list]) -> None:
+def test_each_job_has_gpus_of_its_own(machine):
     machine["gpus"] = ["0", "1", "3"]
     pool = LocalPool("auto", "auto", 20)
     demands = Demand(gpus=2), Demand(gpus=2), Demand(gpus=1), Demand(gpus=1), Demand()
@@ -152,25 +146,22 @@ def test_each_job_has_gpus_of_its_own(machine: dict[str, list]) -> None:
         submitted(pool, Demand(gpus=4))
 
 
-@pytest.mark.parametrize(
-    ("kind", "options", "key"),
-    [
-        (Local, {"slots": 0}, "slots"),
-        (Local, {"slots": "many"}, "slots"),
-        (Local, {"threads": 0}, "threads"),
-        (Local, {"retries": -1}, "retries"),
-        (Local, {"search": "tpe", "prune": "explode"}, "prune"),
-        (Local, {"search": "tpe", "goal": "best"}, "goal"),
-        (Local, {"search": "tpe", "trials": 0}, "trials"),
-        (Local, {"trials": 3}, "trials"),
-        (Ray, {"slots": 0}, "slots"),
-        (Ray, {"threads": 0}, "threads"),
-        (Ray, {"gpus": -1}, "gpus"),
-        (Slurm, {"timeout_min": 1}, "timeout_min"),
-        (Slurm, {"signal_seconds": 10**6}, "signal_seconds"),
-    ],
+@pytest.mark.cases(
+    (Local, {"slots": 0}, "slots"),
+    (Local, {"slots": "many"}, "slots"),
+    (Local, {"threads": 0}, "threads"),
+    (Local, {"retries": -1}, "retries"),
+    (Local, {"search": "tpe", "prune": "explode"}, "prune"),
+    (Local, {"search": "tpe", "goal": "best"}, "goal"),
+    (Local, {"search": "tpe", "trials": 0}, "trials"),
+    (Local, {"trials": 3}, "trials"),
+    (Ray, {"slots": 0}, "slots"),
+    (Ray, {"threads": 0}, "threads"),
+    (Ray, {"gpus": -1}, "gpus"),
+    (Slurm, {"timeout_min": 1}, "timeout_min"),
+    (Slurm, {"signal_seconds": 10**6}, "signal_seconds"),
 )
-def test_impossible_options_of_any_engine_are_refused(kind: Any, options: dict, key: str) -> None:
+def test_impossible_options_of_any_engine_are_refused(kind, options, key):
     with pytest.raises(ConfigError) as refusal:
         kind(**options)
     assert refusal.value.key == key

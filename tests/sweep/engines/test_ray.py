@@ -37,7 +37,7 @@ def cluster() -> Iterator[None]:
 
 
 @pytest.fixture
-def pool(cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pool]:
+def pool(cluster: None, tmp_path, monkeypatch) -> Iterator[Pool]:
     """A pool whose jobs run `fake_run`, which starts quickly, in `tmp_path`."""
     monkeypatch.setattr(child, "COMMAND", ("-S", fake_run.__file__))
     monkeypatch.chdir(tmp_path)
@@ -46,9 +46,7 @@ def pool(cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
     wait_until(lambda: not processes(), what="a job is left")
 
 
-def test_jobs_return_their_exit_codes_and_get_the_requested_threads_and_gpus(
-    pool: Pool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_jobs_return_their_exit_codes_and_get_the_requested_threads_and_gpus(pool, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
     assert pool.submit(job(0, "exit=3")) == "Ray, 1 core"
     assert pool.submit(job(1, "exit=2", gpus=1)) == "Ray, 1 core, 1 GPU"
@@ -64,7 +62,7 @@ def test_jobs_return_their_exit_codes_and_get_the_requested_threads_and_gpus(
     assert {each["cwd"] for each in saw} == {os.getcwd()}
 
 
-def test_stop_makes_a_running_job_save_and_a_waiting_job_never_start(pool: Pool) -> None:
+def test_stop_makes_a_running_job_save_and_a_waiting_job_never_start(pool):
     with Ray(slots=3, gpus=0).connect(3, Path.cwd()) as pool:
         for number in (0, 1):
             pool.submit(job(number, "until=go", f"saved=saved{number}", gpus=9))
@@ -79,7 +77,7 @@ def test_stop_makes_a_running_job_save_and_a_waiting_job_never_start(pool: Pool)
         assert reports_of_job(2) == []
 
 
-def test_killed_jobs_leave_no_process_and_do_not_save(cluster: None, pool: Pool) -> None:
+def test_killed_jobs_leave_no_process_and_do_not_save(cluster, pool):
     for number in (0, 1):
         pool.submit(job(number, "until=never", f"saved=saved{number}", "with_child"))
     wait_until_started(pool, 0, 1)
@@ -92,7 +90,7 @@ def test_killed_jobs_leave_no_process_and_do_not_save(cluster: None, pool: Pool)
     assert exit_codes_of(pool, 2) == {2: 3}
 
 
-def test_a_job_whose_worker_dies_is_lost_and_one_that_is_killed_tells_its_signal(pool: Pool) -> None:
+def test_a_job_whose_worker_dies_is_lost_and_one_that_is_killed_tells_its_signal(pool):
     pool.submit(job(0, "until=never"))
     wait_until_started(pool, 0)
     os.kill(reports_of_job(0)[0]["parent"], signal.SIGKILL)
@@ -107,7 +105,7 @@ def test_a_job_whose_worker_dies_is_lost_and_one_that_is_killed_tells_its_signal
 
 
 @pytest.mark.parametrize("demand", [{"processes": 3}, {"threads": 3}, {"gpus": 3}])
-def test_a_demand_that_no_machine_can_satisfy_is_refused(demand: dict[str, int], pool: Pool) -> None:
+def test_a_demand_that_no_machine_can_satisfy_is_refused(demand, pool):
     with pytest.raises(ConfigError, match=r"the largest has 2 and 2"):
         pool.submit(job(0, **demand))
 
@@ -125,7 +123,7 @@ def saved(command: Command) -> list[Path]:
     return found
 
 
-def test_resume_of_a_stopped_sweep_is_bitwise_exact(tmp_path: Path) -> None:
+def test_resume_of_a_stopped_sweep_is_bitwise_exact(tmp_path):
     command = start_sweep(tmp_path / "sweep")
     wait_until(lambda: saved(command))
     command.signal_processes(signal.SIGTERM)
@@ -140,7 +138,7 @@ def test_resume_of_a_stopped_sweep_is_bitwise_exact(tmp_path: Path) -> None:
     assert (saved(command)[-1] / "model.safetensors").read_bytes() == undisturbed.read_bytes(), "to the last bit"
 
 
-def test_no_process_is_left_when_the_scheduler_is_killed(tmp_path: Path) -> None:
+def test_no_process_is_left_when_the_scheduler_is_killed(tmp_path):
     command = start_sweep(tmp_path / "sweep", "parallel=ddp", "steps=1000000")
     wait_until(lambda: saved(command))
     command.signal_processes(signal.SIGKILL)
@@ -150,7 +148,7 @@ def test_no_process_is_left_when_the_scheduler_is_killed(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "ray://[::1]:1", "nowhere.invalid", "ray://nowhere.invalid:x"])
-def test_an_address_that_cannot_be_reached_is_refused(address: str, tmp_path: Path) -> None:
+def test_an_address_that_cannot_be_reached_is_refused(address, tmp_path):
     with pytest.raises(ConfigError, match="it cannot be reached") as refusal, Ray(address=address).connect(2, tmp_path):
         pass
     assert (refusal.value.key, refusal.value.got) == ("sweep.address", address)

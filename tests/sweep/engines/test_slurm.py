@@ -22,7 +22,7 @@ from runner.sweeps.engines.slurm import Slurm, SlurmPool, cancel
 
 
 @pytest.fixture
-def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeSlurm]:
+def cluster(tmp_path, monkeypatch) -> Iterator[FakeSlurm]:
     """A fake cluster whose jobs run `fake_run`, which starts quickly, in the current directory."""
     cluster = FakeSlurm(tmp_path / "cluster")
     for name, value in cluster.variables.items():
@@ -43,9 +43,7 @@ def pool(cluster: FakeSlurm) -> Iterator[Pool]:
         yield pool
 
 
-def test_jobs_with_the_same_demand_form_one_array_and_get_what_they_request(
-    pool: Pool, cluster: FakeSlurm, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_jobs_with_the_same_demand_form_one_array_and_get_what_they_request(pool, cluster, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
     for number, code in enumerate((0, 3, 2)):
         assert pool.submit(job(number, f"exit={code}")) is not None
@@ -65,7 +63,7 @@ def test_jobs_with_the_same_demand_form_one_array_and_get_what_they_request(
     assert Path("1.txt").read_text().startswith("SLURM job 101_1 on ")
 
 
-def test_a_job_that_is_preempted_or_reaches_its_time_limit_saves_and_is_requeued(cluster: FakeSlurm) -> None:
+def test_a_job_that_is_preempted_or_reaches_its_time_limit_saves_and_is_requeued(cluster):
     with Slurm(slots=2).connect(3, Path.cwd()) as pool:
         for number in (0, 1):
             assert pool.submit(job(number, "exit=3", "until=never", f"saved=saved{number}")) is not None
@@ -81,7 +79,7 @@ def test_a_job_that_is_preempted_or_reaches_its_time_limit_saves_and_is_requeued
     assert len(cluster.calls("sbatch")) == 1
 
 
-def test_stop_makes_running_jobs_save_and_cancels_waiting_jobs(pool: Pool, cluster: FakeSlurm) -> None:
+def test_stop_makes_running_jobs_save_and_cancels_waiting_jobs(pool, cluster):
     for number in (0, 1):
         pool.submit(job(number, "until=never", f"saved=saved{number}"))
     wait_until_started(pool, 0, 1)
@@ -99,14 +97,14 @@ def test_stop_makes_running_jobs_save_and_cancels_waiting_jobs(pool: Pool, clust
     assert wait_until_ended(pool, 1)[1].reason == "SLURM says NODE_FAIL"
 
 
-def test_a_job_ends_with_the_process_that_manages_it(pool: Pool) -> None:
+def test_a_job_ends_with_the_process_that_manages_it(pool):
     pool.submit(job(0, "until=never"))
     wait_until_started(pool, 0)
     os.kill(reports_of_job(0)[0]["parent"], signal.SIGKILL)
     wait_until(lambda: not processes(), what="the command goes on")
 
 
-def test_killed_jobs_leave_no_process_and_do_not_save(cluster: FakeSlurm) -> None:
+def test_killed_jobs_leave_no_process_and_do_not_save(cluster):
     with Slurm().connect(2, Path.cwd()) as pool:
         for number in (0, 1):
             pool.submit(job(number, "until=never", f"saved=saved{number}", "with_child"))
@@ -116,7 +114,7 @@ def test_killed_jobs_leave_no_process_and_do_not_save(cluster: FakeSlurm) -> Non
     assert [each["state"] in ACTIVE_STATES for each in cluster.jobs.values()] == [False, False]
 
 
-def test_a_later_command_adopts_the_jobs_of_a_killed_scheduler(cluster: FakeSlurm) -> None:
+def test_a_later_command_adopts_the_jobs_of_a_killed_scheduler(cluster):
     earlier = SlurmPool(Slurm(), Path.cwd())
     words = (("exit=3",), ("until=go", "exit=3"), ("exit=75",), ("until=never",), ("until=never",))
     slots = [earlier.submit(job(number, *each)) or "" for number, each in enumerate(words)]
@@ -135,9 +133,7 @@ def test_a_later_command_adopts_the_jobs_of_a_killed_scheduler(cluster: FakeSlur
     assert [each["starts"] for each in cluster.jobs.values()] == [1] * 7, "nothing that has a result is run twice"
 
 
-def test_only_handles_of_running_jobs_of_this_sweep_are_taken_over(
-    pool: Pool, cluster: FakeSlurm, tmp_path: Path
-) -> None:
+def test_only_handles_of_running_jobs_of_this_sweep_are_taken_over(pool, cluster, tmp_path):
     slot = pool.submit(job(0, "until=never"))
     assert slot is not None
     wait_until_started(pool, 0)
@@ -154,7 +150,7 @@ def test_only_handles_of_running_jobs_of_this_sweep_are_taken_over(
     assert elsewhere.submit(job(0, earlier=slot)) != slot
 
 
-def test_a_cluster_that_does_not_answer_or_rejects_the_first_jobs_is_a_config_error(cluster: FakeSlurm) -> None:
+def test_a_cluster_that_does_not_answer_or_rejects_the_first_jobs_is_a_config_error(cluster):
     cluster.fail("squeue", 1, err="slurm_load_jobs error: Unable to contact slurm controller")
     with pytest.raises(ConfigError, match=r"squeue failed: .*Unable to contact slurm controller"):
         Slurm().connect(1, Path.cwd())
@@ -165,7 +161,7 @@ def test_a_cluster_that_does_not_answer_or_rejects_the_first_jobs_is_a_config_er
         pool.wait(0)
 
 
-def test_later_jobs_are_submitted_again_before_they_count_as_lost(pool: Pool, cluster: FakeSlurm) -> None:
+def test_later_jobs_are_submitted_again_before_they_count_as_lost(pool, cluster):
     pool.submit(job(0))
     assert exit_codes_of(pool, 0) == {0: 0}
     cluster.fail("sbatch", 1, out="what?\n", code=0)
@@ -178,7 +174,7 @@ def test_later_jobs_are_submitted_again_before_they_count_as_lost(pool: Pool, cl
     assert "Socket timed out" in lost.reason
 
 
-def test_no_job_is_lost_while_squeue_fails(pool: Pool, cluster: FakeSlurm) -> None:
+def test_no_job_is_lost_while_squeue_fails(pool, cluster):
     pool.submit(job(0, "until=go", "exit=3"))
     wait_until_started(pool, 0)
     for out, code in (("<html>\n", 0), ("", 1)):
@@ -189,7 +185,7 @@ def test_no_job_is_lost_while_squeue_fails(pool: Pool, cluster: FakeSlurm) -> No
     assert exit_codes_of(pool, 0) == {0: 3}
 
 
-def test_jobs_that_end_without_an_exit_code_are_lost_unless_they_were_canceled(pool: Pool, cluster: FakeSlurm) -> None:
+def test_jobs_that_end_without_an_exit_code_are_lost_unless_they_were_canceled(pool, cluster):
     for number in range(4):
         pool.submit(job(number, "until=never"))
     wait_until_started(pool, 0, 1, 2, 3)
@@ -207,7 +203,7 @@ def test_jobs_that_end_without_an_exit_code_are_lost_unless_they_were_canceled(p
     }
 
 
-def test_links_through_which_slurm_would_append_to_other_files_are_refused(cluster: FakeSlurm) -> None:
+def test_links_through_which_slurm_would_append_to_other_files_are_refused(cluster):
     Path("elsewhere").touch()
     Path("slurm").mkdir()
     Path("slurm/102_0_0_log.out").symlink_to("../elsewhere")
@@ -216,9 +212,7 @@ def test_links_through_which_slurm_would_append_to_other_files_are_refused(clust
     assert refused.value.key == "resume"
 
 
-def test_the_number_of_slurm_calls_does_not_grow_with_the_number_of_jobs(
-    cluster: FakeSlurm, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_number_of_slurm_calls_does_not_grow_with_the_number_of_jobs(cluster, monkeypatch):
     monkeypatch.setattr(slurm, "_ASK_SECONDS", 60.0)
     cluster.hold()
     with Slurm().connect(9, Path.cwd()) as pool:
@@ -230,7 +224,7 @@ def test_the_number_of_slurm_calls_does_not_grow_with_the_number_of_jobs(
         assert len(cluster.calls("sbatch")) == 1
 
 
-def test_missing_programs_and_packages_of_an_engine_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_programs_and_packages_of_an_engine_are_named(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match=r"there is no sbatch and no srun .*on PATH"):
         Slurm().connect(1, tmp_path)
@@ -242,7 +236,7 @@ def test_missing_programs_and_packages_of_an_engine_are_named(monkeypatch: pytes
         pass
 
 
-def test_options_reach_sbatch(cluster: FakeSlurm) -> None:
+def test_options_reach_sbatch(cluster):
     options: dict[str, Any] = {"partition": "gpu", "account": "me", "qos": "low", "constraint": "a100&nvlink"}
     own = Slurm(**options, gpus=2, mem_gb=1.5, timeout_min=30, setup=["echo begun > setup"], additional={"nice": 7})
     with own.connect(1, Path.cwd()) as pool:
@@ -273,7 +267,7 @@ def checkpoints(cwd: Path, number: int) -> list[Path]:
     return sorted(cwd.glob(f"outputs/sweeps/*/*/{number:03d}-*/checkpoints/step_????????"))
 
 
-def test_resume_of_a_preempted_job_that_a_later_command_adopts_is_bitwise_exact(tmp_path: Path) -> None:
+def test_resume_of_a_preempted_job_that_a_later_command_adopts_is_bitwise_exact(tmp_path):
     """The job trains with DDP, and starts its ranks itself. The scheduler is killed before the job is preempted."""
     words, cluster = ("seed=1", "parallel=ddp"), FakeSlurm(tmp_path / "cluster")
     try:

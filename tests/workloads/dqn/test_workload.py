@@ -3,7 +3,6 @@
 import itertools
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, ClassVar
 from unittest import mock
 
@@ -69,7 +68,7 @@ BOOTSTRAPS = {True: [1.0, 6.0, 3.0], False: [3.0, 6.0, 3.0]}
 
 @pytest.mark.parametrize("double", [True, False])
 @pytest.mark.parametrize(("kind", "delta"), [("huber", 1.0), ("huber", 0.25), ("huber", 5.0), ("mse", 1.0)])
-def test_loss_and_gradient_equal_those_computed_by_hand(double: bool, kind: str, delta: float) -> None:
+def test_loss_and_gradient_equal_those_computed_by_hand(double, kind, delta):
     options = (f"workload.double={double}", f"workload.td_loss={kind}", f"workload.huber_delta={delta}")
     run = build_composed_run("workload=dqn", *options)
     model = linear_agent()
@@ -94,7 +93,7 @@ def test_loss_and_gradient_equal_those_computed_by_hand(double: bool, kind: str,
 
 
 @pytest.mark.parametrize("precision", ["32", "bf16", "16", "64"])
-def test_the_next_values_are_clipped_to_the_possible_returns(precision: str) -> None:
+def test_the_next_values_are_clipped_to_the_possible_returns(precision):
     run = build_composed_run("workload=dqn", f"precision={precision}", "workload.td_loss=mse")
     run.precision.prepare(torch.device("cpu"))
     model = run.precision.convert(linear_agent())
@@ -122,7 +121,7 @@ def prepared(*overrides: str) -> Any:
     return run.workload
 
 
-def test_only_the_online_network_is_trained_and_the_target_follows_it() -> None:
+def test_only_the_online_network_is_trained_and_the_target_follows_it():
     workload = prepared("workload.target_tau=0.25", "workload.target_every=2")
     model = workload.build_model()
     assert {id(p) for p in trainable(model)} == {id(p) for p in model.online.parameters()}
@@ -138,7 +137,7 @@ def test_only_the_online_network_is_trained_and_the_target_follows_it() -> None:
     assert all(torch.equal(a, b) for a, b in zip(model.target.parameters(), model.online.parameters(), strict=True))
 
 
-def test_a_skipped_update_does_not_advance_the_target_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_skipped_update_does_not_advance_the_target_network(tmp_path, monkeypatch):
     """Steps 2 and 3 are skipped, so that step 4 is update 2, which moves the target."""
     overrides = ("precision=16", "workload.target_tau=0.25", "workload.target_every=2")
     run = build_composed_run(*SMALL, *overrides)
@@ -160,7 +159,7 @@ def test_a_skipped_update_does_not_advance_the_target_network(tmp_path: Path, mo
 
 
 @pytest.mark.parametrize(("ratio", "count"), [(0.1, 1), (0.5, 2), (3.0, 4)])
-def test_each_update_follows_its_share_of_environment_steps(ratio: float, count: int) -> None:
+def test_each_update_follows_its_share_of_environment_steps(ratio, count):
     workload = prepared(f"workload.replay_ratio={ratio}")
     model, seen = workload.build_model(), []
     for index in range(count):
@@ -175,7 +174,7 @@ def test_each_update_follows_its_share_of_environment_steps(ratio: float, count:
     assert count == 1 or not torch.isin(seen[0], seen[1]).any(), "each process acts in other environments"
 
 
-def test_the_end_of_a_run_closes_its_environments() -> None:
+def test_the_end_of_a_run_closes_its_environments():
     workload = prepared("env=acrobot")
     batches = workload.batches(workload.build_model(), Plan(64), 0, CPU)  # held until the end, as by compiled code
     next(batches)
@@ -185,7 +184,7 @@ def test_the_end_of_a_run_closes_its_environments() -> None:
     assert next(batches, None) is None
 
 
-def test_actions_are_epsilon_greedy() -> None:
+def test_actions_are_epsilon_greedy():
     half = ("workload.epsilon_start=0.5", "workload.epsilon_final=0.5")
     workload = prepared("env.num_envs=64", "workload.warm_up=320", *half)
     model = workload.build_model()
@@ -199,7 +198,7 @@ def test_actions_are_epsilon_greedy() -> None:
 
 
 @pytest.fixture
-def agent(tmp_path: Path) -> Callable[..., TrainedRun]:
+def agent(tmp_path) -> Callable[..., TrainedRun]:
     """Return a function that trains a small agent in this process."""
 
     def train_it(*overrides: str, directory: str = "run") -> TrainedRun:
@@ -213,7 +212,7 @@ def weights(run: TrainedRun) -> dict[str, torch.Tensor]:
     return safetensors.torch.load_file(newest / "model.safetensors")
 
 
-def test_an_agent_logs_its_curves(agent: Callable[..., TrainedRun]) -> None:
+def test_an_agent_logs_its_curves(agent):
     run = agent("steps=100", "log_every=20", "eval_every=50", "workload.eval_episodes=6")
     seen = scalar_curves(run.directory)
     assert {"train/td_loss", "train/q_mean", "episode/return", "episode/length", "episode/epsilon"} <= seen.keys()
@@ -244,9 +243,7 @@ class Corridor(gymnasium.Env):
         return self.place, float(self.place == 4), self.place == 4, False, {}
 
 
-def test_the_learned_action_values_equal_the_true_ones(
-    agent: Callable[..., TrainedRun], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_learned_action_values_equal_the_true_ones(agent, monkeypatch):
     monkeypatch.setitem(gymnasium.registry, "Corridor-v0", EnvSpec("Corridor-v0", Corridor, disable_env_checker=True))
     small = ("env.id=Corridor-v0", "workload.env_steps=2500", "workload.discount=0.9", "workload.target_tau=0.05")
     run = agent(*small, "workload.n_step=1", "seed=100", "model.hidden=[32]", "eval_every=0", "save_every=0")
@@ -278,7 +275,7 @@ def plain_returns(model: nn.Module, seeds: list[int], id: str, longest: int) -> 
 
 
 @pytest.mark.parametrize("vectorization", ["sync", "auto"])
-def test_evaluation_plays_each_episode_once_in_any_number_of_shards(vectorization: str) -> None:
+def test_evaluation_plays_each_episode_once_in_any_number_of_shards(vectorization):
     workload = prepared(f"env.vectorization={vectorization}", "workload.eval_episodes=7")
     model = workload.build_model()
     for parameter in model.parameters():
@@ -306,7 +303,7 @@ def test_evaluation_plays_each_episode_once_in_any_number_of_shards(vectorizatio
     assert workload.summarize(whole)["return"] == pytest.approx(float(whole["return"]) / 7)
 
 
-def test_observations_with_bounds_are_normalized_by_them() -> None:
+def test_observations_with_bounds_are_normalized_by_them():
     run = build_composed_run("workload=dqn", "env=mountaincar", "workload.normalize=true", "device=cpu")
     prepare_session(run)
     model: Any = run.workload.build_model()
@@ -316,7 +313,7 @@ def test_observations_with_bounds_are_normalized_by_them() -> None:
     torch.testing.assert_close(model(corners), model.online(torch.tensor([[-1.0, -1.0], [1.0, 1.0]])))
 
 
-def test_observations_without_bounds_are_normalized_by_fixed_statistics() -> None:
+def test_observations_without_bounds_are_normalized_by_fixed_statistics():
     workload = prepared("workload.normalize=true", "workload.warm_up=2000")
     model = workload.build_model()
     batches = workload.batches(model, Plan(512), 0, CPU)
@@ -352,9 +349,7 @@ class Drawn(gymnasium.Env):
         return np.full((10, 20, 3), 40 * self.now, np.uint8)
 
 
-def test_the_best_policy_is_filmed_and_environments_that_cannot_be_saved_start_new_episodes(
-    agent: Callable[..., TrainedRun], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_best_policy_is_filmed_and_environments_that_cannot_be_saved_start_new_episodes(agent, caplog, monkeypatch):
     monkeypatch.setitem(gymnasium.registry, "Drawn-v0", EnvSpec("Drawn-v0", Drawn, disable_env_checker=True))
     common = ("env.id=Drawn-v0", "eval_every=2", "save_every=4", "workload.record_video=true")
     run = agent(*common, "steps=4")
@@ -392,7 +387,7 @@ REFUSED: dict[str, tuple[str, object, str]] = {
 
 
 @pytest.mark.parametrize("typed", REFUSED)
-def test_a_config_that_cannot_run_is_refused(typed: str) -> None:
+def test_a_config_that_cannot_run_is_refused(typed):
     overrides = [f"+{text}" if "overfit" in text else text for text in typed.split()]
     with pytest.raises(ConfigError) as refusal:
         prepare_session(build_composed_run("workload=dqn", *overrides))
@@ -402,9 +397,7 @@ def test_a_config_that_cannot_run_is_refused(typed: str) -> None:
 
 
 @pytest.mark.parametrize("method", ["__init__", "load_state_dict"])
-def test_a_replay_that_does_not_fit_is_refused_and_says_nothing_against_the_checkpoint(
-    method: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_replay_that_does_not_fit_is_refused_and_says_nothing_against_the_checkpoint(method, monkeypatch):
     before, workload = prepared(), prepared()
     model = workload.build_model()
     next(before.batches(model, Plan(64), 0, CPU))
@@ -415,7 +408,7 @@ def test_a_replay_that_does_not_fit_is_refused_and_says_nothing_against_the_chec
     assert (refusal.value.key, refusal.value.got) == ("workload.replay_size", 50_000)
 
 
-def test_replays_larger_than_the_memory_of_their_machine_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replays_larger_than_the_memory_of_their_machine_are_refused(monkeypatch):
     memory = {"available_bytes": 10**6, "limit_bytes": None, "total_bytes": 10**9}
     monkeypatch.setattr("runner.workloads.dqn.replay.host_memory", lambda: memory)
     workload = prepared("workload.replay_size=40000")  # transitions of 44 bytes each, half of them in each process
@@ -429,7 +422,7 @@ def test_replays_larger_than_the_memory_of_their_machine_are_refused(monkeypatch
     assert refusal.value.remedy == f"use at most workload.replay_size={2 * (10**6 // 88)}"
 
 
-def test_environments_that_cannot_be_divided_evenly_are_refused() -> None:
+def test_environments_that_cannot_be_divided_evenly_are_refused():
     with pytest.raises(ConfigError) as refusal:
         prepared().check_plan(Plan(63, 1, (0, 3)))
     assert (refusal.value.key, refusal.value.got, refusal.value.remedy) == ("env.num_envs", 8, "env.num_envs=9")
@@ -439,7 +432,7 @@ def test_environments_that_cannot_be_divided_evenly_are_refused() -> None:
         assert (refusal.value.key, refusal.value.got) == ("env.num_envs", 3)
 
 
-def test_an_additional_process_fills_its_replay_and_keeps_the_number_of_steps(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_additional_process_fills_its_replay_and_keeps_the_number_of_steps(caplog):
     workload = prepared()
     with caplog.at_level("WARNING", "runner"):
         batches = workload.batches(workload.build_model(), Plan(64, 1, (1, 2)), 20, CPU)
@@ -449,7 +442,7 @@ def test_an_additional_process_fills_its_replay_and_keeps_the_number_of_steps(ca
     assert workload._actor.num_steps * 2 == math.ceil((80 + 21 / 0.5) / 8) * 8
 
 
-def test_another_number_of_environments_keeps_the_replay_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_another_number_of_environments_keeps_the_replay_with_a_warning(caplog):
     before, after = prepared(), prepared()
     model = before.build_model()
     for _ in itertools.islice(before.batches(model, Plan(64, 1, (0, 2)), 0, CPU), 10):
