@@ -105,13 +105,7 @@ def equal(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
         (TF32, None, "precision=tf32: cpu has no TF32 units"),
     ],
 )
-def test_on_a_cpu_each_precision_is_plain_float32_or_autocast(
-    kind,
-    dtype,
-    warning,
-    max_norm,
-    caplog,
-):
+def test_on_a_cpu_each_precision_is_plain_float32_or_autocast(kind, dtype, warning, max_norm, caplog):
     precision = kind()
     weights = run(precision, max_norm)
     assert equal(weights, by_hand(dtype, max_norm))
@@ -215,10 +209,7 @@ def test_16_equals_torchs_recipe_for_mixed_precision(steps, max_norm, fused, dev
     expected, scaler = scaled_by_hand(overflow_at(*steps), max_norm, where)
     torch.testing.assert_close(weights, expected, rtol=0 if exact else 1e-4, atol=0 if exact else 1e-6)
     assert precision.num_skipped() == len(steps)
-    assert precision.scalars() == {
-        "train/loss_scale": scaler.get_scale(),
-        "train/skipped_steps": float(len(steps)),
-    }
+    assert precision.scalars() == {"train/loss_scale": scaler.get_scale(), "train/skipped_steps": float(len(steps))}
 
 
 def test_skips_are_known_before_the_next_step():

@@ -106,8 +106,7 @@ def test_resume_after_a_truncated_event_is_bitwise_exact(whole, tmp_path):
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize(
-    "mode",
-    ["dp", "model parallel.cuts=[hidden]", "pipeline parallel.engine=streams parallel.cuts=[hidden]"],
+    "mode", ["dp", "model parallel.cuts=[hidden]", "pipeline parallel.engine=streams parallel.cuts=[hidden]"]
 )
 def test_random_states_of_all_gpus_are_restored(mode, tmp_path):
     options = (*SHORT, "device=cuda", "deterministic=true", "model.dropout=0.5", *f"parallel={mode}".split())

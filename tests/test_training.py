@@ -52,9 +52,7 @@ def assert_whole_and_finite(directory: Path, steps: list[int]) -> None:
     assert (newest.step if newest else None) == (steps[-1] if steps else None)
 
 
-def test_the_first_step_that_diverges_is_named_and_its_batch_saved(
-    trained,
-):
+def test_the_first_step_that_diverges_is_named_and_its_batch_saved(trained):
     run = trained(*DIVERGING, "log_every=40", "save_every=2", "keep=99", "accumulation=4")
     losses = plain_loop(run.run, partial(torch.optim.SGD, lr=900, momentum=0.9), PlainSettings(40)).losses
     first = next(step for step, loss in enumerate(losses, start=1) if not abs(loss) < INF)
@@ -80,12 +78,7 @@ def test_the_first_step_that_diverges_is_named_and_its_batch_saved(
     [(NAN, 7, 5, 3), (INF, 7, 100, 4), (INF, 1, 1, 1), (NAN, 12, 100, 100), (INF, 6, 6, 6)],
 )
 def test_a_loss_that_is_not_finite_is_found_at_the_next_log_or_checkpoint(
-    trained,
-    monkeypatch,
-    bad,
-    at,
-    log_every,
-    save_every,
+    trained, monkeypatch, bad, at, log_every, save_every
 ):
     calls = iter(range(1, 100))
     criterion = Classifier.criterion

@@ -97,9 +97,7 @@ def test_a_crash_is_raised_with_its_cause_and_the_result(monkeypatch, capfd):
     assert lines[-1] == f"ZeroDivisionError: on purpose ({__file__}:{place[1]})"
 
 
-def test_a_resumed_run_that_crashes_before_its_first_step_keeps_its_step_count(
-    monkeypatch,
-):
+def test_a_resumed_run_that_crashes_before_its_first_step_keeps_its_step_count(monkeypatch):
     directory = runner.train(WORDS).directory
     monkeypatch.setattr(training, "prepare", fail)
     with pytest.raises(runner.CrashedError, match="ZeroDivisionError: on purpose") as crash:

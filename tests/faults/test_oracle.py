@@ -10,9 +10,7 @@ from typing import Any
 import pytest
 from helpers import fault_checks
 from helpers.command import ROOT
-from helpers.fault_checks import (
-    ExternalResources,
-)
+from helpers.fault_checks import ExternalResources
 
 
 def test_leftover_processes_ports_and_temporary_files_are_detected(tmp_path, monkeypatch):

@@ -68,10 +68,7 @@ def test_weights_are_downloaded_only_if_asked_for_and_only_once(served):
         (served.root / path).write_bytes(content)
     words = (*TINY_CPU, f"model.weights={served.url}/{name}")
     unasked = refusal(*words)
-    assert (unasked.key, unasked.remedy) == (
-        "model.weights",
-        f"model.download=true downloads {served.url}/{name}",
-    )
+    assert (unasked.key, unasked.remedy) == ("model.weights", f"model.download=true downloads {served.url}/{name}")
     assert served.paths == []
     for allowed in ("model.download=true", "model.download=true", "model.download=false"):
         assert all(torch.equal(tensor, wanted[key]) for key, tensor in built(*words, allowed).items())

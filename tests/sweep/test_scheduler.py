@@ -157,9 +157,7 @@ def test_a_stop_signal_stops_the_running_jobs_and_no_more_jobs_start(ledger, cap
     assert "SIGTERM: 1 running job saves and stops; press Ctrl-C to stop without saving" in capsys.readouterr().err
 
 
-def test_the_ledger_records_which_jobs_run_and_tells_the_pool_where_a_killed_command_had_started_them(
-    ledger,
-):
+def test_the_ledger_records_which_jobs_run_and_tells_the_pool_where_a_killed_command_had_started_them(ledger):
     """The outcome of an earlier attempt is cleared: if the scheduler were killed now, the job would count as done."""
     ledger.update(0, config_hash="hash 0", state="running", slot="here", error="an error", seconds=1.0)
     ledger.update(1, config_hash="hash of another config", code=0, state="running", slot="there")

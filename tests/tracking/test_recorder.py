@@ -210,12 +210,7 @@ def test_secrets_are_masked_and_invalid_utf8_is_escaped_for_the_tracker(tmp_path
     with Recorder(tracker, tmp_path, 0) as recorder:
         recorder.texts({"config": f"token: s3cret\nroot: {root}\n"})
         recorder.hyperparameters(config)
-    hidden = {
-        "data": "Data",
-        "data.token": "***",
-        "data.root": "/data/\\xff",
-        "data.urls": "[https://ann:***@host/x]",
-    }
+    hidden = {"data": "Data", "data.token": "***", "data.root": "/data/\\xff", "data.urls": "[https://ann:***@host/x]"}
     assert tracker.calls[1:3] == [
         ("texts", {"config": "token: ***\nroot: /data/\\xff\n"}, 1),
         ("hyperparameters", hidden, {}),

@@ -78,9 +78,7 @@ def test_several_models_vote_by_their_mean_probability():
     torch.testing.assert_close(classifier().vote(outputs).exp(), outputs.softmax(-1).mean(0))
 
 
-def test_pictures_are_of_evenly_spaced_samples_and_of_the_most_confident_mistakes(
-    monkeypatch,
-):
+def test_pictures_are_of_evenly_spaced_samples_and_of_the_most_confident_mistakes(monkeypatch):
     workload, outputs, shown = classifier(), torch.randn(359, 10), []
     sums = workload.evaluate(fixed(outputs), (0, 1), CPU)
     pictures = torch.zeros(36, 1, 8, 8, dtype=torch.uint8)

@@ -243,14 +243,7 @@ def changed(change: Callable[[Run, Session], Any]) -> Work:
     (partial(rank_functions.fail_in_evaluation, 1), 1, "ZeroDivisionError: no samples", "raise Zero"),
     ids=["step", "exit", "evaluation"],
 )
-def test_the_error_of_a_rank_is_printed_once_with_its_traceback(
-    change,
-    rank,
-    error,
-    line,
-    failing,
-    capfd,
-):
+def test_the_error_of_a_rank_is_printed_once_with_its_traceback(change, rank, error, line, failing, capfd):
     result = failing(changed(change), "save_every=5")
     assert result.status == "crashed"
     assert result.error == f"rank {rank} failed: {error}"

@@ -161,9 +161,7 @@ def test_the_error_for_an_impossible_split_suggests_the_nearest_possible_ones(
     assert remedy in refusal.value.remedy
 
 
-def test_zero_bubble_with_group_normalization_is_refused_with_a_torch_that_crashes(
-    monkeypatch,
-):
+def test_zero_bubble_with_group_normalization_is_refused_with_a_torch_that_crashes(monkeypatch):
     grouped, batched = (torch.nn.Sequential(norm) for norm in (torch.nn.GroupNorm(1, 2), torch.nn.BatchNorm2d(2)))
     monkeypatch.setattr(torch, "__version__", TorchVersion("2.14.0"))
     check_split_backward("zero_bubble", grouped)
