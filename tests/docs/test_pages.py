@@ -8,6 +8,7 @@ import pytest
 from helpers.command import ROOT
 from helpers.compose import compose_config
 
+import runner
 from runner.commands import COMMANDS as SUBCOMMANDS
 from runner.config.composition import Composer
 from runner.config.overrides import quoted
@@ -74,6 +75,15 @@ def test_the_readme_is_short_and_its_pictures_are_small() -> None:
     pictures = list((ROOT / "docs" / "images").iterdir())
     assert {path.name for path in pictures} >= {"terminal.png", "compare.png", "verify.png"}
     assert all(path.stat().st_size < 150_000 for path in pictures)
+
+
+def test_the_file_of_the_readme_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    [code] = re.findall(r"^```python\n(.*?)^```$", TEXTS["README.md"], re.MULTILINE | re.DOTALL)
+    Path("mine.py").write_text(code)
+    result = runner.train(["workload=mine.py", "device=cpu", "device.threads=1", "epochs=40"])
+    assert result.status == "done"
+    assert result.evaluation["eval/accuracy"] > 0.9
 
 
 def test_the_python_code_runs_from_top_to_bottom(
