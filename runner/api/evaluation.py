@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +16,7 @@ from runner.parallel.session import Session
 from runner.run import Run, build_run, check_used
 from runner.storage.checkpoint import load
 from runner.storage.manifest import DamagedError, verified_manifest
+from runner.storage.saved_run import saved_config
 from runner.storage.signature import saved_signature
 from runner.training import initial_state
 
@@ -46,7 +47,8 @@ def evaluate_checkpoint(checkpoint: Path, overrides: Sequence[str] = (), split: 
         verified_manifest(checkpoint)
     except DamagedError as error:
         raise ConfigError("checkpoint", str(checkpoint), str(error), "evaluate another one of the run") from None
-    run = build_run(dict(compose([f"resume={checkpoint}", "tracking=none", *overrides])))
+    plain = ["tracking=none", *without_initial_weights(saved_config(checkpoint).values)]
+    run = build_run(dict(compose([f"resume={checkpoint}", *plain, *overrides])))
     check_used(run, overrides)
     is_other = any(override_key(text) in ("data", "data.root", "data.file") for text in overrides)
     launcher = run.parallel.launcher(run.device)
@@ -65,6 +67,12 @@ def evaluate_checkpoint(checkpoint: Path, overrides: Sequence[str] = (), split: 
                 why = "the checkpoint is not one of a run with these options"
                 raise ConfigError(" ".join(overrides), ABSENT, why, "leave out what changes the model") from error
             raise
+
+
+def without_initial_weights(config: Mapping[str, Any]) -> list[str]:
+    """Return overrides of a saved config with which nothing is read that the weights of a checkpoint replace."""
+    named = (config.get("model") or {}).get("weights") is not None
+    return ["model.weights=null", "model.reset_head=false"] if named else []
 
 
 def _session(

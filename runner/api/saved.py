@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from runner.api.composing import Config, compose
-from runner.api.evaluation import evaluate_checkpoint
+from runner.api.evaluation import evaluate_checkpoint, without_initial_weights
 from runner.api.execution import settings_kept
 from runner.api.prediction import Prediction, image_files, predict
 from runner.config import user_code
@@ -109,9 +109,7 @@ class SavedRun:
 
     def on_one_device(self, choice: str | int = "best", overrides: Sequence[str] = ()) -> Run:
         """Return a run, not yet prepared, with the config of a checkpoint on one CPU without tracking."""
-        initial = ("weights", "reset_head") if (self.config.get("model") or {}).get("weights") is not None else ()
-        without = [f"model.{key}={'null' if key == 'weights' else 'false'}" for key in initial]
-        plain = ["parallel=single", "device=cpu", "tracking=none", *without]
+        plain = ["parallel=single", "device=cpu", "tracking=none", *without_initial_weights(self.config)]
         run = build_run(dict(compose([f"resume={self.checkpoint(choice)}", *plain, *overrides])))
         check_used(run, overrides)
         return run

@@ -8,7 +8,7 @@ import os
 import re
 import socket
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import urlparse
 
 import torch
@@ -20,43 +20,30 @@ log = logging.getLogger(__name__)
 _PATIENCE = 30.0  # seconds without an answer; torch sets no limit
 
 
-class Published(NamedTuple):
-    """Weights at the address `url`; `file` is their path in torch's cache, whether it exists or not."""
+def published(name: str) -> tuple[str, Path]:
+    """Return the address of the weights `name`, and their path in torch's cache, whether they are there or not.
 
-    url: str
-    file: Path
-
-
-def published(name: str) -> Published:
-    """Return where the weights `name` are: an address, `timm/NAME`, or a name of torchvision.
-
-    The latter names a network, for its default weights, or weights: `resnet18` or `ResNet18_Weights.IMAGENET1K_V1`.
-
-    Raises:
-        ConfigError: if there are none of this name.
+    `name` is an address, `timm/NAME`, or a name of torchvision: of a network, such as `resnet18`, for its default
+    weights, or of weights, such as `ResNet18_Weights.IMAGENET1K_V1`. Raises `ConfigError` if there are none.
     """
-    cache = Path(torch.hub.get_dir()) / "checkpoints"
-    if re.match(r"https?://", name):
-        return Published(name, cache / (Path(urlparse(name).path).name or "weights"))
-    if re.fullmatch(r"timm/[\w.-]+", name):
-        hub = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
-        return Published(
-            f"{hub}/{name}/resolve/main/model.safetensors", cache / f"{name.replace('/', '_')}.safetensors"
-        )
-    why = "torch.hub would run the code of this repository"
-    check(":" not in name, "weights", name, why, "the address of a file of weights: model.weights=https://…")
-
     from torchvision import models
 
-    try:
-        of_name: Any = models.get_weight if "_Weights." in name else models.get_model_weights
-        url = getattr(of_name(name), "DEFAULT", of_name(name)).url
-    except (ValueError, KeyError, AttributeError):
-        why = f"there is no such file in {Path(name).parent.absolute()}, nor are there weights of this name;"
-        near = did_you_mean(name, models.list_models(module=models))
-        remedy = "give the path of a file or a run, a name of torchvision such as resnet50, timm/NAME, or null"
-        raise ConfigError("weights", name, why, near if near.startswith("did") else remedy) from None
-    return Published(url, cache / Path(urlparse(url).path).name)
+    cache, url = Path(torch.hub.get_dir()) / "checkpoints", name
+    if re.fullmatch(r"timm/[\w.-]+", name):
+        hub = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
+        return f"{hub}/{name}/resolve/main/model.safetensors", cache / f"{name.replace('/', '_')}.safetensors"
+    if not re.match(r"https?://", name):
+        why = "torch.hub would run the code of this repository"
+        check(":" not in name, "weights", name, why, "the address of a file of weights: model.weights=https://…")
+        try:
+            network: Any = None if "_Weights." in name else models.get_model_weights(name)
+            url = network.DEFAULT.url if network else models.get_weight(name).url
+        except (ValueError, KeyError, AttributeError):
+            why = f"there is no such file in {Path(name).parent.absolute()}, nor are there weights of this name;"
+            near = did_you_mean(name, models.list_models(module=models))
+            remedy = "give the path of a file or a run, a name of torchvision such as resnet50, timm/NAME, or null"
+            raise ConfigError("weights", name, why, near if near.startswith("did") else remedy) from None
+    return url, cache / (Path(urlparse(url).path).name or "weights")
 
 
 def check_available(source: str, download: bool) -> None:

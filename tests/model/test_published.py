@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 import runner
 from runner.config.errors import ConfigError
+from runner.model.published import published
 
 RESNET = ("model=resnet18", "data=synthetic", "data.num_classes=7", "data.size=32")
 
@@ -88,6 +89,8 @@ def test_names_of_torchvision_and_timm_are_those_of_their_files(served):
     network = torchvision.models.resnet18(num_classes=5)
     (cache := Path("torch/hub/checkpoints")).mkdir(parents=True)
     torch.save(network.state_dict(), cache / "resnet18-f37072fd.pth")
+    assert published("ResNet50_Weights.IMAGENET1K_V1")[1].name == "resnet50-0676ba61.pth"
+    assert published("resnet50")[1].name == published("ResNet50_Weights.DEFAULT")[1].name == "resnet50-11ad3fa6.pth"
     for name in ("resnet18", "ResNet18_Weights.DEFAULT", "ResNet18_Weights.IMAGENET1K_V1"):
         found = built(*RESNET, f"model.weights={name}", "model.reset_head=true")
         assert torch.equal(found["layer4.1.conv2.weight"], network.state_dict()["layer4.1.conv2.weight"])
@@ -145,3 +148,8 @@ def test_a_saved_config_starts_no_download(tmp_path, served):
     assert compose_config(*TINY_CPU, *words)["model"]["download"] is True
     assert runner.compose([f"resume={result.directory}"])["model"]["download"] is False
     assert runner.compose([f"resume={result.directory}", "model.download=true"])["model"]["download"] is True
+    [cached] = Path("torch/hub/checkpoints").glob("*.safetensors")
+    cached.unlink()
+    assert result.directory is not None
+    assert runner.load(result.directory).evaluate("last") == result.evaluation, "which needs no initial weights"
+    assert runner.load(result.directory).model().training is False
