@@ -32,7 +32,7 @@ from runner.seeds import random_states
 from runner.state import State
 from runner.tracking.metrics import DivergedError, MetricSums
 from runner.training import prepare, step_function, torch_refusals
-from runner.workloads.base import SupervisedWorkload
+from runner.workloads.supervised import SupervisedWorkload
 
 Tensors = dict[str, torch.Tensor]
 

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from runner.config.errors import ABSENT, ConfigError
-from runner.data.base import Batch
-from runner.tracking.metrics import BatchSums, MetricSums, batch_sums
+from runner.tracking.metrics import BatchSums, MetricSums
 
 if TYPE_CHECKING:
     import torch
@@ -223,27 +222,6 @@ class Workload(ABC):
 
     def load_parts(self, files: dict[str, Path]) -> None:
         """Take the files of a checkpoint with what `parts` returned, after `load_state_dict`."""
-
-
-@dataclass
-class SupervisedWorkload(Workload):
-    """A workload whose loss is `criterion(model(inputs), targets)` of a `Batch`, so that its network can be split."""
-
-    @abstractmethod
-    def criterion(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Return the loss, a scalar: the mean over the n samples of `outputs` and `targets`, both [n, …]."""
-
-    def sample_metrics(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Return the `train_metrics` of each sample except the loss, [n, number of them]; tensors are detached."""
-        return outputs.new_zeros(len(outputs), 0)
-
-    def loss_of(self, outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, BatchSums]:
-        """Return the mean loss and the metric sums of a micro-batch, given the outputs of the network."""
-        loss = self.criterion(outputs, targets)
-        return loss, batch_sums(loss.detach(), self.sample_metrics(outputs.detach(), targets))
-
-    def loss(self, model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, BatchSums]:
-        return self.loss_of(model(batch.inputs), batch.targets)
 
 
 def check_metrics(workload: Workload, measured: Collection[str] | None = None) -> None:

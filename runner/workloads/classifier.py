@@ -19,7 +19,7 @@ from runner.device import sum_dtype
 from runner.tracking.image_grids import class_shares, confusion_matrix, grid
 from runner.tracking.metrics import MetricSums
 from runner.workloads.evaluation_metrics import OF_CLASSES, Named
-from runner.workloads.from_data import DataWorkload
+from runner.workloads.supervised import DataWorkload
 
 log = logging.getLogger(__name__)
 
@@ -102,10 +102,10 @@ class Classifier(DataWorkload[LabeledSamples]):
         samples = self.held_out
         return {"inputs": samples.shape, "classes": samples.class_names, "image": samples.image_input()}
 
-    def micro_batches(self, plan: Plan, micros: Iterable[MicroBatch], device: torch.device) -> Iterator[Batch]:
+    def batches_of(self, plan: Plan, micros: Iterable[MicroBatch], device: torch.device) -> Iterator[Batch]:
         if mixing := Mixing(self.mixup, self.cutmix):
             return mixing.batches(self.train, micros, plan.batch_size, plan.seed, device)
-        return super().micro_batches(plan, micros, device)
+        return super().batches_of(plan, micros, device)
 
     def criterion(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Return the mean cross-entropy of logits [n, num_classes]; targets are as in `Batch`."""

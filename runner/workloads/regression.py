@@ -16,7 +16,7 @@ from runner.data.base import RegressionSamples, Samples
 from runner.device import sum_dtype
 from runner.tracking.metrics import MetricSums
 from runner.workloads.evaluation_metrics import OF_NUMBERS, Named
-from runner.workloads.from_data import DataWorkload
+from runner.workloads.supervised import DataWorkload
 
 
 @dataclass

@@ -22,7 +22,7 @@ from runner.device import sum_dtype
 from runner.model.user import UserModel
 from runner.tracking.metrics import BatchSums, MetricSums, batch_sums
 from runner.workloads.evaluation_metrics import EvaluationMetrics
-from runner.workloads.from_data import DataWorkload
+from runner.workloads.supervised import DataWorkload
 
 log = logging.getLogger(__name__)
 

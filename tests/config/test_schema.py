@@ -56,8 +56,8 @@ REFUSED: dict[str, tuple[str, ...]] = {
     "optimizer._target_=runner.optimizer.torch": ("optimizer._target_: got 'runner.optimizer.torch'", "it is not a"),
     "optimizer._target_=runner.nope.SGD": ("optimizer._target_: got 'runner.nope.SGD'", "'runner.nope'"),
     "optimizer._target_=SGD": ("optimizer._target_: got 'SGD'", "package.module.Class"),
-    "workload._target_=runner.workloads.base.SupervisedWorkload": (
-        "workload._target_: got 'runner.workloads.base.SupervisedWorkload'",
+    "workload._target_=runner.workloads.supervised.SupervisedWorkload": (
+        "workload._target_: got 'runner.workloads.supervised.SupervisedWorkload'",
         "criterion",
     ),
     # Whole nodes

@@ -16,7 +16,7 @@ from runner.data.base import Data, Samples
 from runner.data.memory import ArraySamples
 from runner.model.base import Model
 from runner.tracking.metrics import MetricSums
-from runner.workloads.from_data import DataWorkload
+from runner.workloads.supervised import DataWorkload
 
 
 class Text(ArraySamples):

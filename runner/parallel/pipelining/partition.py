@@ -21,7 +21,8 @@ from runner.device import synchronize
 from runner.model.base import without_memory
 from runner.parallel.base import move
 from runner.parallel.session import Session
-from runner.workloads.base import SupervisedWorkload, Workload
+from runner.workloads.base import Workload
+from runner.workloads.supervised import SupervisedWorkload
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """A function of the outputs and targets of a micro-batch that returns the scalar loss to differentiate."""

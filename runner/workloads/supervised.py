@@ -1,4 +1,4 @@
-"""What classification and regression have in common: a network that is trained on the samples of a data set."""
+"""Supervised learning: a network that is trained on the samples of a data set."""
 
 from __future__ import annotations
 
@@ -16,12 +16,34 @@ from runner.config.errors import check, check_choice, check_range, did_you_mean,
 from runner.data.base import Batch, Data, Samples
 from runner.model.base import Model
 from runner.storage.signature import check_same_names, check_same_samples
-from runner.workloads.base import SupervisedWorkload
+from runner.tracking.metrics import BatchSums, batch_sums
+from runner.workloads.base import Workload
 from runner.workloads.evaluation_metrics import EvaluationMetrics, Named, NamedMetrics, check_names
 
 log = logging.getLogger(__name__)
 
 S = TypeVar("S", bound=Samples)
+
+
+@dataclass
+class SupervisedWorkload(Workload):
+    """A workload whose loss is `criterion(model(inputs), targets)` of a `Batch`, so that its network can be split."""
+
+    @abstractmethod
+    def criterion(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Return the loss, a scalar: the mean over the n samples of `outputs` and `targets`, both [n, …]."""
+
+    def sample_metrics(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Return the `train_metrics` of each sample except the loss, [n, number of them]; tensors are detached."""
+        return outputs.new_zeros(len(outputs), 0)
+
+    def loss_of(self, outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, BatchSums]:
+        """Return the mean loss and the metric sums of a micro-batch, given the outputs of the network."""
+        loss = self.criterion(outputs, targets)
+        return loss, batch_sums(loss.detach(), self.sample_metrics(outputs.detach(), targets))
+
+    def loss(self, model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, BatchSums]:
+        return self.loss_of(model(batch.inputs), batch.targets)
 
 
 @dataclass
@@ -161,9 +183,9 @@ class DataWorkload(SupervisedWorkload, Generic[S]):
         return samples / batch_size
 
     def batches(self, model: torch.nn.Module, plan: Plan, after_step: int, device: torch.device) -> Iterator[Batch]:
-        return self.micro_batches(plan, self._positions(plan, plan.stream(after_step)), device)
+        return self.batches_of(plan, self._positions(plan, plan.stream(after_step)), device)
 
-    def micro_batches(self, plan: Plan, micros: Iterable[MicroBatch], device: torch.device) -> Iterator[Batch]:
+    def batches_of(self, plan: Plan, micros: Iterable[MicroBatch], device: torch.device) -> Iterator[Batch]:
         """Yield the inputs and targets of each micro-batch in `micros`, on `device`."""
         return self.train.batches(micros, plan.seed, device)
 
@@ -182,7 +204,7 @@ class DataWorkload(SupervisedWorkload, Generic[S]):
         self.held_out.close()
 
     def diverged_batch(self, plan: Plan, step: int, device: torch.device) -> dict[str, torch.Tensor]:
-        stream = self.micro_batches(plan, self._positions(plan, plan.micro_batches(step)), device)
+        stream = self.batches_of(plan, self._positions(plan, plan.micro_batches(step)), device)
         inputs, targets = zip(*stream, strict=True)
         return {"inputs": torch.cat(inputs).cpu(), "targets": torch.cat(targets).cpu()}
 
