@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,6 +15,7 @@ from runner.config.errors import ConfigError
 from runner.storage.checkpoint import Part
 from runner.system.cpu import local_world_size
 from runner.system.memory import host_memory
+from runner.system.torch_errors import is_out_of_memory
 
 if TYPE_CHECKING:
     from runner.env.base import Env
@@ -74,6 +76,18 @@ def check_host_memory(env: Env, replay_size: int, num_processes: int) -> None:
         why = f"the replay buffer takes {takes} on this machine, and {free} are free"
         remedy = f"use at most workload.replay_size={int(free_bytes // bytes_per_row) * num_processes}"
         raise ConfigError("workload.replay_size", replay_size, why, remedy)
+
+
+@contextmanager
+def memory_errors(replay_size: int) -> Iterator[None]:
+    """Refuse the size of the replay buffer if memory runs out inside the context."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        why, remedy = "it does not fit into the memory", "reduce it, or set workload.replay_device=cpu"
+        raise ConfigError("workload.replay_size", replay_size, why, remedy) from error
 
 
 class Replay:

@@ -7,7 +7,6 @@ import logging
 import math
 import time
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -23,13 +22,12 @@ from runner.seeds import derive
 from runner.storage.checkpoint import Part
 from runner.storage.value_checks import CONTENT_ERRORS, check_like
 from runner.system.section_timer import timer
-from runner.system.torch_errors import is_out_of_memory
 from runner.tracking.metrics import BatchSums, MetricSums, batch_sums
 from runner.workloads.base import Workload
 from runner.workloads.dqn import evaluation
 from runner.workloads.dqn.actor import Actor, Policy, Repeats, check_saved, greedy_policy
 from runner.workloads.dqn.frame_replay import MAX_FRAMES, FrameReplay
-from runner.workloads.dqn.replay import NStepBuffer, Replay, Transitions, check_host_memory, saved_bytes
+from runner.workloads.dqn.replay import NStepBuffer, Replay, Transitions, check_host_memory, memory_errors, saved_bytes
 
 log = logging.getLogger(__name__)
 
@@ -219,7 +217,7 @@ class DQN(Workload):
         num_envs = envs_per_process(self.env.num_envs, plan.num_data_ranks)
         if "cpu" in (self.replay_device, device.type):
             check_host_memory(self.env, self.replay_size, self._count)
-        with self._memory_errors():
+        with memory_errors(self.replay_size):
             replay = self._new_replay(plan, device)
         size = 1 if isinstance(replay, FrameReplay) else math.prod(self.env.shape)
         n_step_buffer = NStepBuffer(num_envs, size, self.n_step, self.discount)
@@ -239,24 +237,13 @@ class DQN(Workload):
         num_envs = envs_per_process(self.env.num_envs, plan.num_data_ranks)
         return FrameReplay(capacity, num_envs, self.env.pixels, self.n_step, replay_device)
 
-    @contextmanager
-    def _memory_errors(self) -> Iterator[None]:
-        """Refuse the size of the replay buffer if memory runs out inside the context."""
-        try:
-            yield
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            why, remedy = "it does not fit into the memory", "reduce it, or set workload.replay_device=cpu"
-            raise ConfigError("workload.replay_size", self.replay_size, why, remedy) from error
-
     def _resume(self, actor: Actor, policy: Policy | None, last_step: int) -> None:
         """Restore what was saved for this process, whose last step was `last_step`, or fill its replay anew."""
         replay, saved, parts = actor.replay, self._saved, self._saved_parts
         self._saved, self._saved_parts = {}, {}
         if saved and (not isinstance(replay, FrameReplay) or replay.fits(saved["replay"])):
             try:
-                with self._memory_errors():
+                with memory_errors(self.replay_size):
                     actor.load_state_dict(saved, parts)
             except (*CONTENT_ERRORS, EnvironmentBrokenError) as error:
                 why = f"the state of the environments in the checkpoint is not that of {self.env.id}: {error}"
