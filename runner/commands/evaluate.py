@@ -52,15 +52,8 @@ def main(arguments: Sequence[str] | None) -> int:
         evaluation = evaluate_checkpoint(checkpoint, options.overrides, options.split)
     if options.json:
         step = int(checkpoint.name.removeprefix("step_"))
-        metrics, description, details = evaluation
-        report = {
-            "checkpoint": str(checkpoint),
-            "step": step,
-            "metrics": metrics,
-            "description": description,
-            **details,
-        }
-        print(json.dumps(report, indent=2))
+        report = {"checkpoint": str(checkpoint), "step": step} | evaluation._asdict() | evaluation.details
+        print(json.dumps({key: value for key, value in report.items() if key != "details"}, indent=2))
         return DONE
     if options.csv:
         sys.stdout.write(csv_text(_lines(evaluation)))
@@ -92,7 +85,8 @@ def _tables(details: dict[str, Any]) -> Iterator[RenderableType]:
     classes, confusion = details["classes"], details["confusion"]
     names = [one_line(each["class"]) for each in classes]
     worst = sorted(range(len(classes)), key=lambda i: classes[i]["f1"] or 0)[:_MOST]
-    rows = [[names[i], *(_number(value) for value in [*classes[i].values()][1:])] for i in sorted(worst)]
+    numbers = [[f"{x:.4f}" if isinstance(x, float) else x for x in each.values()] for each in classes]
+    rows = [[names[i], *numbers[i][1:]] for i in sorted(worst)]
     left_out = len(classes) - len(worst)
     title = f"the {_MOST} classes with the lowest F1; --csv has all {len(classes)}" if left_out else "classes"
     yield table(title, [*classes[0]], rows, right_from=1)
@@ -100,7 +94,3 @@ def _tables(details: dict[str, Any]) -> Iterator[RenderableType]:
     taken = [[names[i], names[j], count] for count, i, j in sorted(pairs, key=lambda pair: -pair[0])[:10]]
     if taken:
         yield table("most often confused", ["class", "predicted", "samples"], taken, right_from=2)
-
-
-def _number(value: float | None) -> str | None:
-    return f"{value:.4f}" if isinstance(value, float) else None if value is None else str(value)

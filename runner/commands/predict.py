@@ -43,22 +43,23 @@ def main(arguments: Sequence[str] | None) -> int:
     run = load(options.run)
     classes = [*map(printable, run.signature(options.checkpoint).get("classes", []))] if options.probabilities else []
     predictions = run.predict(options.files, options.checkpoint, max(options.top, len(classes)))
+    top = min(options.top, max(len(each.top) for each in predictions))
     names = ["file", "class", "probability", "error"]
-    names += [f"{name} {i}" for i in range(2, options.top + 1) for name in ("class", "probability")]
+    names += [f"{name} {i}" for i in range(2, top + 1) for name in ("class", "probability")]
     names += [f"probability of {each}" for each in classes]
-    rows = [_row(each, options.top, classes) for each in predictions]
+    rows = [_row(each, top, classes) for each in predictions]
     if options.csv:
         sys.stdout.write(csv_text([names, *rows]))
     elif options.json:
         print(json.dumps([dict(zip(names, row, strict=True)) for row in rows], indent=2))
     else:
-        print(_as_table(predictions, options.top))
+        print(_as_table(predictions, top))
     return REFUSED if all(each.error for each in predictions) else DONE
 
 
 def _row(prediction: Prediction, top: int, classes: list[str]) -> list[Any]:
     others = [cell for pair in prediction.top[1:top] for cell in pair]
-    others += [None] * (2 * (top - 1) - len(others))  # a file that cannot be read, or fewer classes
+    others += [None] * (2 * (top - 1) - len(others))  # a file that cannot be read
     probability = dict(prediction.top)
     named = [printable(prediction.file), prediction.label, prediction.probability, prediction.error]
     return [*named, *others, *(probability.get(each) for each in classes)]
