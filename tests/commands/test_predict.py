@@ -15,8 +15,6 @@ import runner
 from runner.api.prediction import image_files
 from runner.commands import predict
 
-Told = pytest.CaptureFixture[str]
-
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory) -> Path:

@@ -14,6 +14,8 @@ from runner.config.errors import ConfigError
 from runner.parallel.collectives import Collectives
 from runner.planning.fake_step import prepared, trace_ranks
 
+GPUS = [torch.device("cuda", index) for index in range(2)]
+
 
 def test_dp_on_one_device_warns_and_equals_single(trained, caplog):
     wanted = weights_at(trained(*PLAIN_LOOP_OVERRIDES, directory="single").directory, 10)
@@ -26,10 +28,7 @@ def test_dp_on_one_device_warns_and_equals_single(trained, caplog):
 
 def test_replica_threads_use_the_autocast_dtype():
     """DataParallel enables autocast in its threads without setting the dtype, so they would compute in float16."""
-    run, devices = (
-        build_composed_run(*TINY_CPU, "parallel=dp", "precision=bf16"),
-        [torch.device("cuda", i) for i in range(2)],
-    )
+    run, devices = build_composed_run(*TINY_CPU, "parallel=dp", "precision=bf16"), GPUS
     session = prepare_session(run)
     model = nn.Linear(2, 2)
     model.to = lambda *_, **__: model  # type: ignore[method-assign]  # there is no GPU here
@@ -51,7 +50,7 @@ def test_a_compiled_network_is_refused_on_two_gpus():
     """A replica has the attributes of the network, and so calls the compiled function of the network itself."""
     run = build_composed_run(*TINY_CPU, "parallel=dp", "compile=blocks")
     with pytest.raises(ConfigError) as refusal:
-        run.session(Collectives([torch.device("cuda", index) for index in range(2)]))
+        run.session(Collectives(GPUS))
     assert (refusal.value.key, refusal.value.got) == ("compile", "blocks")
 
 

@@ -2,7 +2,6 @@
 
 import copy
 import json
-from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
@@ -22,7 +21,6 @@ from runner.verification import steps as verify_steps
 from runner.verification.steps import Steps, sample_hashes
 from runner.verification.verdict import Pair, Verdict, compare, first_other_samples, largest_difference
 
-ROOT = Path(__file__).parent.parent.parent
 RESNET = ("model=resnet18", "data.size=16", "data.holdout=0.02", "batch_size=8")
 SINGLE = option_content("parallel", "single")["_target_"]
 KINDS = ("samples", "loss", "gradients", "weights", "buffers", "evaluation")

@@ -118,10 +118,8 @@ def test_more_stages_than_devices_are_refused(overrides, key, got, remedy):
     assert remedy in error.remedy
 
 
-GPIPE, FOUR_1F1B, INTERLEAVED = ("gpipe", 2, 2), ("1f1b", 4, 4), ("interleaved_1f1b", 4, 2)
-ZERO_BUBBLE = ("zero_bubble", 2, 2)
-Schedule = tuple[str, int, int]
-"""A schedule, and the numbers of stages and processes."""
+GPIPE, FOUR_1F1B, ZERO_BUBBLE = ("gpipe", 2, 2), ("1f1b", 4, 4), ("zero_bubble", 2, 2)
+"""Schedules, with the numbers of stages and processes."""
 
 
 @pytest.mark.cases(
