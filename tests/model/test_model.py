@@ -33,16 +33,6 @@ def refusal(shape: tuple[int, int, int] = SHAPE, **options: object) -> ConfigErr
     return error.value
 
 
-@pytest.mark.cases(
-    ("tiny", (1, 8, 8), 10, 16 * 10 + 32 * 145 + 64 * 129 + 10 * 65),
-    ("resnet50", (3, 64, 64), 1000, 25_557_032),
-)
-def test_option_files_build_the_networks_of_their_names(name, shape, classes, count):
-    network = option(name).build(shape, classes)
-    assert sum(p.numel() for p in network.parameters()) == count
-    assert network.eval()(torch.zeros(1, *shape)).shape == (1, classes)
-
-
 def test_options_are_passed_to_the_network():
     net = option("convnet", dropout=0.5, checkpoint_activations=True).build(SHAPE, 10)
     deep = option("resnet18", stem="cifar", norm="group", checkpoint_activations=True).build((2, 32, 32), 10)
