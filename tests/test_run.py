@@ -53,7 +53,7 @@ def endless(epoch: float | None) -> Any:
         check_plan=lambda plan: None,
         prepare=lambda: None,
         steps_per_epoch=lambda batch_size: epoch,
-        best=("loss", "min"),
+        selection=("loss", "min"),
         best_possible={},
         eval_metrics=lambda: {"loss": "min"},
     )

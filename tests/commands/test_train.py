@@ -42,8 +42,6 @@ REFUSED = {
     "trainer.max_epochs=3": ["trainer.max_epochs:", "type epochs=…"],
     "--per-device-train-batch-size=4": ["--per-device-train-batch-size:", "type batch_size=…"],
     "hydra/sweeper=optuna": ["hydra/sweeper: got 'optuna'", "type sweep.search=tpe"],
-    # Values: a few of each kind; tests/config/test_schema.py has all of them
-    "model.weights=/nowhere.pt": ["model.weights: got '/nowhere.pt'", "no such file"],
     # Names and paths
     "name=\x1b[31mred": ["name: got '\\x1b[31mred'", "directory's name"],
     "resume=/nowhere": ["resume: got '/nowhere'", "no such directory", "auto, never, or a run directory"],
@@ -96,10 +94,11 @@ def test_a_mistake_is_refused_without_torch_and_leaves_no_files(line, tmp_path):
         assert words in output
 
 
-# Mistakes that are found only after torch is imported, because it loads the data and lists the devices.
+# Mistakes that are found only after torch is imported, which has the data, the devices and the names of weights.
 REFUSED_LATER = {
     "model=resnet18  data.size=32  device=cpu  steps=1  batch_size=1": ["batch_size: got 1:", "model.norm=group"],
     "batch_size=999999": ["batch_size: got 999999", "1438 training samples", "at most batch_size=1438"],
+    "model.weights=/nowhere.pt": ["model.weights: got '/nowhere.pt'", "no such file"],
     "data.size=8": ["model.kernel_size: got 5", "too small", "model=tiny"],
     "device.index=99": ["device.index: got 99"],
     "output_root=/dev/null": ["output_root: got '/dev/null", "Not a directory", "choose another with output_root=DIR"],
