@@ -69,15 +69,15 @@ def _compared(key: str, saved: Mapping[str, Any], now: Mapping[str, Any]) -> Ite
     nodes = (config.get(key) for config in (saved, now))
     then, today = (dict(node) if isinstance(node, Mapping) else {"": node} for node in nodes)
     one, other = then.get("_target_"), today.get("_target_")
-    names = [option_name(key, node) if node.get("_target_") else None for node in (then, today)]
-    if names[0] == names[1]:  # classes of a package of somebody else
-        names = [one, other]
+    saved_name, name_now = (option_name(key, node) if node.get("_target_") else None for node in (then, today))
+    if saved_name == name_now:  # classes of a package of somebody else
+        saved_name, name_now = one, other
     if key == "parallel":
         classes = [load_class(name, Parallel) for name in (one, other) if name]
         if one != other and any(cls.difference for cls in classes):
-            yield Difference(key, *names, False)
+            yield Difference(key, saved_name, name_now, False)
     elif one != other:
-        yield Difference(key, *names, key in (*_ESSENTIAL, "optimizer"))
+        yield Difference(key, saved_name, name_now, key in (*_ESSENTIAL, "optimizer"))
     else:
         free = getattr(load_class(one, object), "may_change_on_resume", ()) if one else ()
         for name in dict.fromkeys((*then, *today)):
