@@ -22,16 +22,13 @@ from typing import Any, NamedTuple
 
 from runner.config.errors import ABSENT, ConfigError, check, did_you_mean
 from runner.config.overrides import hydra_quoted, override_key, override_value
-from runner.system.error_location import described, is_library, shown
+from runner.system.error_location import described, shown
 
 HOOKS = {"after_step": 1, "after_evaluation": 2, "before_save": 1}
 """The functions that the training loop calls, with their numbers of arguments (see `Hooks`)."""
 
 PARTS = ("model", "data", "loss", "metrics", *HOOKS)
 """What a user may give: the arguments of `runner.train`, and names in a file."""
-
-OPTION = "_user"
-"""The name of the options of `model`, `data` and `workload` that consist of code of the user."""
 
 _FILE = re.compile(r"([^:,]+\.py)(?::(\w+))?")
 _GROUPS = ("model", "data", "workload")
@@ -58,9 +55,9 @@ class UserCode:
         return objects | {group: file.typed for group, file in self.files.items()}
 
     def hashes(self) -> dict[str, str]:
-        """Return the SHA-256 of each file that is typed or in which an object is defined, by path."""
-        paths = {file.path for file in self.files.values()} | {*filter(None, map(_source, _leaves(self.objects)))}
-        return {shown(path): hashlib.sha256(Path(path).read_bytes()).hexdigest() for path in sorted(paths)}
+        """Return the SHA-256 of each file by path."""
+        paths = sorted({file.path for file in self.files.values()})
+        return {shown(path): hashlib.sha256(Path(path).read_bytes()).hexdigest() for path in paths}
 
     def added_to(self, overrides: Sequence[str]) -> list[str]:
         """Return `overrides` after those that name the `objects` and, in a new run, choose the options for them."""
@@ -68,8 +65,8 @@ class UserCode:
         names = {part: name for part, name in self.names().items() if part in self.objects}
         groups = [part for part in ("model", "data") if part in names]
         groups += ["workload"] if {"data", "loss", "metrics"} & {*names} else []
-        called = [f"name={names['model'].rpartition('.')[2]}"] if {"model", "workload"} <= {*groups} else []
-        chosen = [*(f"{group}={OPTION}" for group in groups), *called] if is_new else []
+        called = [f"name={_plain(names['model'].rpartition('.')[2])}"] if {"model", "workload"} <= {*groups} else []
+        chosen = [*(f"{group}=_user" for group in groups), *called] if is_new else []
         return [*chosen, *(f"++code.{part}={hydra_quoted(name)}" for part, name in names.items()), *overrides]
 
 
@@ -153,11 +150,11 @@ def expanded(overrides: Iterable[str], is_new: bool) -> Iterator[str]:
         for group, file in files.items():
             yield f"++code.{group}={hydra_quoted(file.typed)}"
             if is_new:
-                yield f"{group}={OPTION}"
+                yield f"{group}=_user"
                 if group == "data" and "workload" not in chosen:
-                    yield f"workload={OPTION}"
+                    yield "workload=_user"
                 if "name" not in chosen and group != "model":
-                    yield f"name={re.sub(r'[^A-Za-z0-9_-]', '_', Path(file.path).stem)}"
+                    yield f"name={_plain(Path(file.path).stem)}"
         if not files:
             yield word
 
@@ -231,9 +228,8 @@ def errors_of(part: str) -> Iterator[None]:
     except ConfigError:
         raise
     except Exception as error:
-        raise ConfigError(
-            part, _given.names().get(part, ABSENT), f"it raises {described(error)}", "correct it"
-        ) from error
+        name, why = _given.names().get(part, ABSENT), f"it raises {described(error)}"
+        raise ConfigError(part, name, why, "correct it") from error
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -261,23 +257,13 @@ def hooks() -> Hooks:
     """
     found = {name: hook for name in HOOKS if (hook := find(name)) is not None}
     for name, hook in found.items():
-        why, remedy = "it is not a function of these arguments", f"def {name}({', '.join(_arguments(name))}): …"
-        check(callable(hook) and _takes(hook, HOOKS[name]), name, _name(hook), why, remedy)
+        arguments = ("state", "metrics")[: HOOKS[name]]
+        try:
+            inspect.signature(hook).bind(*arguments)
+        except TypeError:
+            why, remedy = "it is not a function of these arguments", f"def {name}({', '.join(arguments)}): …"
+            raise ConfigError(name, _name(hook), why, remedy) from None
     return Hooks(**found)
-
-
-def _arguments(name: str) -> list[str]:
-    return ["state", "metrics"][: HOOKS[name]]
-
-
-def _takes(function: Callable[..., Any], count: int) -> bool:
-    try:
-        inspect.signature(function).bind(*range(count))
-    except TypeError:
-        return False
-    except ValueError:  # of a function in C, whose signature is not known
-        pass
-    return True
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -297,12 +283,9 @@ def pack(value: Any) -> bytes:
     try:
         content = cloudpickle.dumps(value)
     except Exception as error:
-        part = next((part for part, each in _given.objects.items() if not _can_be_sent(each)), "code")
         why = f"it cannot be sent to other processes ({type(error).__name__}: {error})"
-        remedy = (
-            "a function or class at the top level of a module can be sent; parallel=single data.workers=0 starts none"
-        )
-        raise ConfigError(part, _given.names().get(part, ABSENT), why, remedy) from error
+        remedy = "what is at the top level of a module can be sent; parallel=single data.workers=0 starts no processes"
+        raise ConfigError("code", ", ".join(_given.names()), why, remedy) from error
     return pickle.dumps(([file.path for file in _given.files.values()], content))
 
 
@@ -325,22 +308,8 @@ def give_packed(content: bytes) -> None:
         give(unpack(content))
 
 
-def _can_be_sent(value: Any) -> bool:
-    import cloudpickle
-
-    try:
-        cloudpickle.dumps(value)
-    except Exception:
-        return False
-    return True
-
-
-def _leaves(value: Any) -> Iterator[Any]:
-    if isinstance(value, Mapping | list | tuple):
-        for inner in value.values() if isinstance(value, Mapping) else value:
-            yield from _leaves(inner)
-    elif value is not None:
-        yield value
+def _plain(name: str) -> str:
+    return re.sub(r"\W", "_", name, flags=re.ASCII)
 
 
 def _name(value: Any) -> str:
@@ -351,9 +320,3 @@ def _name(value: Any) -> str:
         return ", ".join(_name(each) for each in value[:2])
     named = value if hasattr(value, "__qualname__") else type(value)
     return f"{named.__module__}.{named.__qualname__}".removeprefix("builtins.").replace("<locals>.", "")
-
-
-def _source(value: Any) -> str | None:
-    named = value if hasattr(value, "__qualname__") else type(value)
-    file = getattr(sys.modules.get(named.__module__), "__file__", None)
-    return file if file and os.path.isfile(file) and not is_library(os.path.abspath(file)) else None

@@ -48,24 +48,23 @@ class UserData(Data):
         check_range(self, "timeout", least=1, most=86400)
 
     def load(self) -> tuple[Samples, Samples]:
-        given = user_code.find("data")
+        given: Any = user_code.find("data")
         check(given is not None, "", ABSENT, "no data is given", "data=FILE.py:NAME, or define data in the file")
         with user_code.errors_of("data"), seeded(derive(0, "user data")):  # the same on all ranks, and for all seeds
-            if callable(given) and not hasattr(given, "__getitem__"):
-                given = given()
-            sets = [_indexable(each) for each in (given if _is_pair(given) else [given])]
+            made: Any = given() if callable(given) and not hasattr(given, "__getitem__") else given
+            sets = [_indexable(each) for each in (made if _is_pair(made) else [made])]
             if len(sets) == 1:
                 sets = _split(sets[0], self.holdout)
             if all(isinstance(each, tuple) for each in sets):
                 content = _sha256(tensor for each in sets for tensor in each)
-                train, held_out = (UserArrays(*each, content) for each in sets)
+                train, held_out = (UserArrays(each[0], each[1], content) for each in sets)
             else:
-                fetches = [Fetch(_dataset(each)) for each in sets]
+                fetches = [Fetch(TensorDataset(*each) if isinstance(each, tuple) else each) for each in sets]
                 content = _sha256(tensor for fetch in fetches for tensor in fetch.some())
                 workers = Workers(self.workers, self.timeout, self.prefetch, fetches if self.workers else None)
                 train, held_out = (DatasetSamples(fetches, number, workers, content) for number in range(2))
-        check(train.shape == held_out.shape, "", ABSENT, f"a training input has the shape {list(train.shape)}, a "
-              f"held-out one {list(held_out.shape)}", "let both data sets have inputs of one shape")  # fmt: skip
+        why = f"a training input has the shape {list(train.shape)}, a held-out one {list(held_out.shape)}"
+        check(train.shape == held_out.shape, "", ABSENT, why, "let both data sets have inputs of one shape")
         return train, held_out
 
 
@@ -88,17 +87,10 @@ def _indexable(given: Any) -> Any:
     if isinstance(given, Subset) and isinstance(given.dataset, TensorDataset):
         given = tuple(tensor[list(given.indices)] for tensor in given.dataset.tensors)
     if isinstance(given, tuple) and len(given) == 2 and _are_arrays(given):
-        tensors = tuple(each if isinstance(each, torch.Tensor) else torch.from_numpy(each) for each in given)
-        _check_length(len(tensors[0]))
-        lengths = [len(each) for each in tensors]
-        check(
-            lengths[0] == lengths[1],
-            "",
-            name,
-            f"there are {lengths[0]} inputs and {lengths[1]} targets",
-            "pass as many of both",
-        )
-        return tensors
+        inputs, targets = (torch.as_tensor(each) for each in given)
+        why = f"there are {len(inputs)} inputs and {len(targets)} targets"
+        check(0 < len(inputs) == len(targets), "", name, why, "pass one target for each input")
+        return _single(inputs), targets
     remedy = "pass data sets with __len__ and __getitem__, lists of (input, target), or tensors (inputs, targets)"
     check(not isinstance(given, DataLoader), "", name, "the batches are made by the runner", "pass loader.dataset")
     why = "its samples have no index, so that they cannot be shuffled, divided and resumed"
@@ -106,18 +98,20 @@ def _indexable(given: Any) -> Any:
     has_index = hasattr(given, "__getitem__") and not isinstance(given, tuple | dict | str)
     check(has_index, "", name, "it is no data set", remedy)
     check(hasattr(given, "__len__"), "", name, "it has no length (__len__)", "define __len__")
-    _check_length(len(given))
+    check(len(given) > 0, "", name, "it is empty", "pass one with samples")
     if isinstance(given, list):
         _check_sample(given[0], name)
         try:
-            return tuple(default_collate(given))
+            inputs, targets = default_collate(given)
         except (RuntimeError, TypeError) as error:
             raise ConfigError("", name, f"its samples cannot be stacked: {error}", "pad them to one shape") from None
+        return _single(inputs), targets
     return given
 
 
-def _check_length(length: int) -> None:
-    check(length > 0, "", ABSENT, "a data set is empty", "pass one with samples")
+def _single(inputs: torch.Tensor) -> torch.Tensor:
+    """Return inputs in float32 if they are float64, as arrays of NumPy often are: precision=64 converts them back."""
+    return inputs.float() if inputs.dtype == torch.float64 else inputs
 
 
 def _check_sample(sample: Any, name: str) -> None:
@@ -136,10 +130,6 @@ def _split(given: Any, holdout: float) -> list[Any]:
     if isinstance(given, tuple):
         return [tuple(tensor[rows] for tensor in given) for rows in parts]
     return [Subset(given, rows.tolist()) for rows in parts]
-
-
-def _dataset(given: Any) -> Any:
-    return TensorDataset(*given) if isinstance(given, tuple) else given
 
 
 def _sha256(tensors: Iterable[torch.Tensor]) -> str:
@@ -172,27 +162,26 @@ class Fetch:
 
     def __init__(self, dataset: Any):
         self.dataset = dataset
-        _check_sample(self._sample(0, 0), type(dataset).__name__)
 
     def __call__(self, job: Job) -> tuple[torch.Tensor, torch.Tensor]:
         with seeded(0):
             samples = [self._sample(index, seed) for index, seed in zip(job.indices, job.seeds, strict=True)]
+        name = type(self.dataset).__name__
+        _check_sample(samples[0], name)
         try:
             inputs, targets = default_collate(samples)
         except (RuntimeError, TypeError) as error:
             why = f"its samples cannot be stacked: {error}"
-            raise DataError(type(self.dataset).__name__, why, "let all samples have one shape and dtype") from None
-        for name, each in (("inputs", inputs), ("targets", targets)):
-            if not isinstance(each, torch.Tensor):
-                remedy = "return tensors, arrays or numbers"
-                raise DataError(type(self.dataset).__name__, f"its {name} are {type(each).__name__}s", remedy)
-        return inputs, targets
+            raise DataError(name, why, "let all samples have one shape and dtype") from None
+        kinds = " and ".join(type(each).__name__ for each in (inputs, targets) if not isinstance(each, torch.Tensor))
+        check(not kinds, "data", name, f"its inputs or targets are {kinds}", "return tensors, arrays or numbers")
+        return _single(inputs), targets
 
     def some(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return a few samples from the whole data set."""
         count = len(self.dataset)
-        indices = sorted({*torch.linspace(0, count - 1, min(count, _HASHED), dtype=torch.float64).long().tolist()})
-        return self(Job(indices, [0] * len(indices)))
+        indices = [*range(0, count, -(-count // _HASHED))]
+        return self(Job(indices, indices))
 
     def _sample(self, index: int, seed: int) -> Any:
         torch.default_generator.manual_seed(seed)
@@ -210,9 +199,7 @@ class DatasetSamples(Samples):
 
     def __init__(self, fetches: Sequence[Fetch], number: int, workers: Workers, content: str):
         self.fetch, self._fetches, self._workers, self._content = fetches[number], fetches, workers, content
-        self._load: Callable[[Any], Any] = fetches[number]
-        if workers.count:
-            self._load = shared(number)
+        self._load: Callable[[Any], Any] = shared(number) if workers.count else fetches[number]
         self.num_workers = workers.count
         self.example = Batch(*self.fetch(Job([0], [0])))
         self.shape = tuple(self.example.inputs.shape[1:])
@@ -231,6 +218,11 @@ class DatasetSamples(Samples):
                 yield Job(indices.tolist(), sample_seeds(seed, order.epochs(micro.start, micro.stop), indices))
 
         return self._read(jobs(), device)
+
+    def fake_batches(self, micros: Iterable[MicroBatch], device: torch.device) -> Iterator[Batch]:
+        for micro in micros:
+            n = micro.stop - micro.start
+            yield Batch(*(each.new_zeros(n, *each.shape[1:]).to(device) for each in self.example))
 
     def in_order(self, batch_size: int, shard: tuple[int, int], device: torch.device) -> Iterator[Batch]:
         start, stop = shard_bounds(len(self), shard)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
+from runner.config import user_code
 from runner.config.errors import ConfigError
 from runner.device import synchronize
 from runner.parallel.collectives import Collectives
@@ -71,7 +72,9 @@ class Trial:
         self._directory = tempfile.TemporaryDirectory(prefix="runner-trial-", ignore_cleanup_errors=True)
         self._connection, remote = Pipe()
         context: Any = get_context(METHOD)
-        self._process = context.Process(target=_run_trial, args=(config, self._directory.name, remote))
+        self._process = context.Process(
+            target=_run_trial, args=(config, self._directory.name, remote, user_code.packed())
+        )
         with without_main_module():
             self._process.start()  # once the server has imported torch, for which only the first trial waits
         began = time.perf_counter()
@@ -124,7 +127,7 @@ class Trial:
         self._directory.cleanup()
 
 
-def _run_trial(config: dict[str, Any], directory: str, connection: Connection) -> None:
+def _run_trial(config: dict[str, Any], directory: str, connection: Connection, packed: bytes) -> None:
     """Train the run of `config` in this process, or in processes that the launcher of its parallel mode starts."""
     become_command()
     # A compiler that is killed leaves an incomplete file in torch's cache, with which all later runs would fail.
@@ -133,6 +136,7 @@ def _run_trial(config: dict[str, Any], directory: str, connection: Connection) -
     for stream in (1, 2):
         os.dup2(file, stream)
     try:
+        user_code.give_packed(packed)
         run = build_run(config)
         launcher = run.parallel.launcher(run.device)
         with launcher.connect() as process:

@@ -173,7 +173,7 @@ class DataWorkload(SupervisedWorkload, Generic[S]):
         path = getattr(self.data, "root", None) or getattr(self.data, "file", None)
         return f"{name}{f' {path}' if path else ''}, {len(self.held_out):,} samples (--split {self.split})"
 
-    def input_shape(self) -> tuple[int, ...]:
+    def input_shape(self) -> tuple[int, ...] | None:
         return self.train.shape
 
     def steps_per_epoch(self, batch_size: int) -> float:

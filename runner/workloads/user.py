@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 from runner.batching import Plan
 from runner.config import user_code
 from runner.config.errors import ABSENT, check, check_choice, errors_under
-from runner.data.base import Batch, LabeledSamples, RegressionSamples, Samples
+from runner.data.base import Batch, LabeledSamples, Samples
 from runner.data.memory import ArraySamples
 from runner.data.user import DatasetSamples
 from runner.device import sum_dtype
@@ -59,6 +59,13 @@ class UserWorkload(DataWorkload[Samples]):
             trained, name = any(each.requires_grad for each in given.parameters()), type(given).__name__
             check(not trained, "loss", name, "its parameters would not be trained", "make them a part of the model")
         super().use(train, held_out)
+        classes = getattr(train, "class_names", None) or ()
+        if not self._of_classes:
+            self._num_outputs = _first(train).targets[0].numel()
+        elif not classes and isinstance(train, ArraySamples):  # here, as plans build networks without numbers
+            self._num_outputs = 1 + int(train.targets.max())
+        else:
+            self._num_outputs = len(classes)
 
     def extra_metrics(self) -> EvaluationMetrics:
         given = user_code.find("metrics")
@@ -80,14 +87,9 @@ class UserWorkload(DataWorkload[Samples]):
 
     @property
     def num_outputs(self) -> int:
-        targets, classes = _first(self.train).targets, getattr(self.train, "class_names", None)
-        if isinstance(self.train, RegressionSamples) or (classes is None and not self._of_classes):
-            return targets[0].numel()
-        if classes is None and isinstance(self.train, ArraySamples):
-            return 1 + int(self.train.targets.max())
         why, remedy = "how many outputs the network needs is not known", "give the data set a list `classes`"
-        check(classes is not None or isinstance(self.model, UserModel), "data", ABSENT, why, remedy)
-        return len(classes or ())
+        check(self._num_outputs > 0 or isinstance(self.model, UserModel), "data", ABSENT, why, remedy)
+        return self._num_outputs
 
     def describe(self) -> dict[str, str]:
         sizes = f"{len(self.train):,} training and {len(self.held_out):,} held-out samples"

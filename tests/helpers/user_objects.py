@@ -1,0 +1,110 @@
+"""Networks, data sets, losses and hooks of a user; the processes of a run import this file."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.functional import huber_loss
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
+
+
+class Net(nn.Module):
+    """Not a Sequential; it lists its blocks."""
+
+    def __init__(self, outputs: int = 3):
+        super().__init__()
+        self.first, self.last = nn.Linear(5, 8), nn.Linear(8, outputs)
+
+    def blocks(self) -> list[tuple[str, nn.Module]]:
+        return [("first", self.first), ("last", self.last)]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(x))
+
+
+def chain() -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+class Rows(Dataset):
+    """A map-style data set whose samples are drawn from three generators: an augmentation."""
+
+    def __init__(self, count: int, noise: float = 0.1):
+        generator = torch.Generator().manual_seed(count)
+        self.x, self.noise = torch.randn(count, 5, generator=generator), noise
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        drawn = torch.rand(()) + random.random() + np.random.rand()
+        return self.x[index] + self.noise * drawn.float(), int(self.x[index].sum() > 0)
+
+
+def tensors(count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    rows = Rows(count)
+    return rows.x, (rows.x.sum(1) > 0).long() + (rows.x[:, 0] > 1)
+
+
+TENSORS = (TensorDataset(*tensors(60)), TensorDataset(*tensors(21)))
+
+
+def smooth(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return huber_loss(outputs, nn.functional.one_hot(targets, 3).to(outputs.dtype), delta=0.5)
+
+
+class Plain(Dataset):
+    def __init__(self, pairs: list[Any]):
+        self.pairs = pairs
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.pairs[index]
+
+
+def recall(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Of all samples, and not the mean of batches."""
+    return ((outputs.argmax(1) == 1) & (targets == 1)).sum() / (targets == 1).sum()
+
+
+def right(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return outputs.argmax(1) == targets
+
+
+class Endless(IterableDataset):
+    def __iter__(self) -> Any:
+        yield torch.zeros(5), 0
+
+
+class NoLength(Dataset):
+    def __getitem__(self, index: int) -> Any:
+        return torch.zeros(5), 0
+
+
+class Dicts(Plain):
+    def __getitem__(self, index: int) -> Any:
+        return {"x": self.pairs[index]}
+
+
+class Fails(Rows):
+    def __getitem__(self, index: int) -> Any:
+        if index == 17:
+            raise ValueError("unreadable")  # of a sample
+        return super().__getitem__(index)
+
+
+class FailsForward(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            raise RuntimeError("in forward")  # of a network
+        return super().forward(x)
+
+
+def failing_hook(state: Any) -> None:
+    raise KeyError("in a hook")  # of a hook
