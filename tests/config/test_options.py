@@ -202,7 +202,7 @@ def test_an_option_file_begins_with_a_command_that_uses_it_and_a_sentence(path):
         jobs = SweepJobs(Composer(), [word for word in words if word != "-m"])
         jobs.compose(0, next(iter(jobs)))
     else:
-        compose_config(*words)
+        Composer().run(words)
 
 
 @pytest.mark.parametrize("path", [*FILES, *INHERITED, CONF / "config.yaml"], ids=lambda path: path.stem)

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 from helpers.command import ROOT
-from helpers.compose import compose_config
 
 import runner
 from runner.commands import COMMANDS as SUBCOMMANDS
@@ -51,7 +50,7 @@ def test_commands_are_runs_that_can_be_built(line: str, monkeypatch: pytest.Monk
         jobs = SweepJobs(Composer(), [quoted(word, sweep=True) for word in words[1:]])
         build_run(jobs.compose(0, next(iter(jobs))).config)
     else:
-        build_run(compose_config(*words))
+        build_run(Composer().run(words).config)
 
 
 def test_every_example_is_quoted_in_full() -> None:

@@ -29,18 +29,27 @@ def compose_config(*overrides: str) -> dict[str, Any]:
     return copy.deepcopy(_composed(overrides))
 
 
-GROUPS = {*groups()}
+GROUPS, SET_OTHERS = {*groups()}, ("debug=", "experiment=", "local=", "workload=")
+"""The config groups, and those of them whose files also set keys of others."""
 
 
 @functools.cache
 def _composed(overrides: tuple[str, ...]) -> dict[str, Any]:
-    """Hydra composes the options; plain values of existing keys are set here, which takes a fiftieth of the time."""
+    """As Hydra composes it; options of a component and values are put in here, which takes a fiftieth of the time."""
     plain = [word for word in overrides if re.fullmatch(r"(?!hydra\.|tracking\.)[a-z_]+(\.\w+)*=[^$?{}]*", word)]
     plain = [word for word in plain if word.partition("=")[0] not in GROUPS and ".py" not in word]
     chosen = tuple(word for word in overrides if word not in plain)
     if any(word.partition("=")[0] not in GROUPS for word in chosen):
         return _composed_by_hydra(overrides)
-    config, typed = copy.deepcopy(_composed_by_hydra(chosen)), {word.partition("=")[0] for word in plain}
+    alone = [word for word in chosen if word.partition("=")[0] not in ("tracking", "sweep")]
+    if any(not (CONF / word.replace("'", "").replace("=", "/", 1)).with_suffix(".yaml").is_file() for word in alone):
+        return _composed_by_hydra(overrides)  # which refuses it
+    if any(word.startswith(SET_OTHERS) for word in chosen):
+        alone = []
+    config = copy.deepcopy(_composed_by_hydra(tuple(word for word in chosen if word not in alone)))
+    for group, _, option in (word.replace("'", "").partition("=") for word in alone):
+        config[group] = option_content(group, option)
+    typed = {word.partition("=")[0] for word in plain}
     for override in OverridesParser.create().parse_overrides([quoted(word, sweep=False) for word in plain]):
         *above, key = override.key_or_group.split(".")
         node = functools.reduce(lambda node, name: node.get(name) if isinstance(node, dict) else None, above, config)
