@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from runner.batching import Step
-from runner.config.errors import ConfigError
+from runner.config.errors import ConfigError, described
 from runner.device import oversubscription
 from runner.model.table import table_of
 from runner.optimizer import learning_rates
@@ -32,7 +32,6 @@ from runner.state import State
 from runner.storage.files import write_bytes
 from runner.storage.saved_run import config_yaml
 from runner.system import memory, torch_errors, torch_private
-from runner.system.error_location import described
 from runner.system.provenance import environment
 from runner.system.section_timer import timer
 from runner.system.signals import StopRequest

@@ -4,30 +4,35 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from runner.config.errors import ConfigError
-from runner.config.overrides import override_key, typed_path
+from runner.config.errors import ConfigError, described
+from runner.config.overrides import override_key, replaced, typed_path
 from runner.parallel.launch.processes import Launcher
 from runner.parallel.launch.supervisor import RankError, report_of
 from runner.parallel.session import Session
 from runner.result import CrashedError, Result
 from runner.resume.starting_point import Claim, claimed_directory
-from runner.run import Run, check_same_config, check_used, config_hash
+from runner.run import Run, build_run, check_same_config, check_used, config_hash
 from runner.storage import run_directory
 from runner.storage.checkpoints import prune
 from runner.storage.files import json_text, write_text
 from runner.system import torch_errors
-from runner.system.error_location import described
+from runner.system.accelerator import total_bytes
+from runner.system.memory import host_memory
 from runner.system.secrets import printable, redacted
+from runner.system.tables import size
 from runner.tracking.log_file import LogFile
 from runner.training import train, train_rank
 
 log = logging.getLogger(__name__)
+
+_LEAST_SAVED = 0.1
+"""The least part of the memory that a change must save to be named, as a plan counts tensors only."""
 
 Report = Callable[[Run, Session, Path, Result], None]
 
@@ -106,12 +111,37 @@ def trained(
     log.error("%s", result.error)
     result.cause = error
     if torch_errors.is_out_of_memory(error) and "SIGKILL" not in result.error:  # which need not be for lack of memory
-        from runner.api.out_of_memory import advice
-
         with suppress(Exception):  # the run has said what is wrong; this is only advice
-            for line in advice(run, overrides):
+            for line in _advice(run, overrides):
                 log.error("%s", line)
     return result
+
+
+def _advice(run: Run, overrides: Sequence[str]) -> Iterator[str]:
+    """Yield lines: the memory that the plan of `run` counts, by kind, and the three cheapest changes that need less.
+
+    `overrides` are those of the run, to which the changes are added.
+    """
+    from runner.api.composing import compose
+    from runner.planning.fake_step import prepared, trace_ranks
+    from runner.planning.report import remedies
+
+    session = prepared(run)
+    device, ranks = session.device, trace_ranks(run, session)
+    rank = max(ranks, key=lambda rank: rank.peak_bytes)
+    on_host = device.type == "cpu"
+    room = host_memory()["total_bytes"] or 0 if on_host else total_bytes(device)
+    needed = sum(each.peak_bytes for each in ranks) if on_host else rank.peak_bytes
+    where = "this machine has" if on_host else f"{device} has"
+    kinds = ", ".join(f"{kind} {size(count)}" for kind, count in rank.peak.items() if count)
+    yield f"tensors need {size(needed)} according to the plan, and {where} {size(room)}; rank {rank.rank}: {kinds}"
+
+    def changed(words: Sequence[str]) -> Run:
+        return build_run(dict(compose(replaced(overrides, *words))))
+
+    limit = (1 - _LEAST_SAVED) * min(rank.peak_bytes, room / (len(ranks) if on_host else 1))
+    for each in remedies(run, changed, max(session.world_size, len(session.devices)), limit):
+        yield f"needs {size(each['peak_bytes'])} per process: {' '.join(each['overrides'])} ({each['costs']})"
 
 
 def write_result(run: Run, directory: Path, result: Result) -> None:

@@ -1,10 +1,11 @@
-"""A saved run: its config, its metrics, and its models in plain torch."""
+"""A saved run: its config, its metrics, its models in plain torch, and their predictions for image files."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +14,24 @@ import torch
 from runner.api.composing import Config, compose
 from runner.api.evaluation import evaluate_checkpoint, without_initial_weights
 from runner.api.execution import settings_kept
-from runner.api.prediction import Prediction, image_files, predict
 from runner.config import user_code
 from runner.config.errors import ConfigError, check
 from runner.config.user_code import UserCode
 from runner.data.decode import ImageInput
+from runner.data.imagefolder import EXTENSIONS, images_below
 from runner.model.base import without_memory
 from runner.run import Run, build_run, check_used
 from runner.storage import checkpoint as stored
 from runner.storage.checkpoint import chosen_checkpoint
+from runner.storage.files import check_readable
 from runner.storage.manifest import DamagedError
 from runner.storage.run_directory import read_result, step_of
 from runner.storage.saved_run import UnreadableConfigError, checkpoints, directory_of, saved_config, saved_overrides
 from runner.storage.signature import saved_signature
+from runner.system.secrets import printable
 from runner.tracking.event_file import EventReader
+
+_BATCH = 64  # images that a prediction computes at once
 
 
 def load(directory: str | os.PathLike[str], **code: Any) -> SavedRun:
@@ -38,6 +43,19 @@ def load(directory: str | os.PathLike[str], **code: Any) -> SavedRun:
         ConfigError: if there is no run whose config can be read, or `directory` is a checkpoint.
     """
     return SavedRun(Path(os.path.expanduser(directory)), user_code.passed(**code))
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The prediction for one file. If it could not be read, it has only an `error`, the reason."""
+
+    file: str
+    label: str = ""
+    """The name of the most probable class."""
+    probability: float = 0.0
+    error: str = ""
+    top: tuple[tuple[str, float], ...] = ()
+    """The most probable classes, as many as were asked for, and their probabilities; the first is that above."""
 
 
 class SavedRun:
@@ -151,7 +169,7 @@ class SavedRun:
         step = self._step(choice)
         inputs, classes = self.image_input(step), self.signature(step)["classes"]
         found = image_files([files] if isinstance(files, str | os.PathLike) else files)
-        return list(predict(self.model(step), inputs, classes, found, top))
+        return list(_predictions(self.model(step), inputs, classes, found, top))
 
     def image_input(self, choice: str | int = "best") -> ImageInput:
         """Return the transform that turns images into inputs of the model, as in the evaluation of the run."""
@@ -177,6 +195,49 @@ class SavedRun:
     def _step(self, choice: str | int) -> int:
         """Return the step of the checkpoint that `choice` selects now: `best` and `last` change during a run."""
         return int(self.checkpoint(choice).name.removeprefix("step_"))
+
+
+def image_files(paths: Sequence[str | os.PathLike[str]]) -> list[str]:
+    """Return `paths`, with each directory replaced by the sorted paths of its images at any depth but hidden ones."""
+    found: list[str] = []
+    for path in map(Path, paths):
+        text, suffixes = printable(str(path)), " ".join(EXTENSIONS)
+        check_readable("FILES", path)
+        check(path.exists(), "FILES", text, "there is no such file or directory", "name images, or a directory of them")
+        if not path.is_dir():
+            found.append(str(path))
+            continue
+        images, _ = images_below(path, "FILES")
+        check(bool(images), "FILES", text, "there are no images in this directory", f"name one with {suffixes}")
+        found += images
+    check(bool(found), "FILES", list(paths), "there is nothing to predict", "name images, or a directory of them")
+    return found
+
+
+def _predictions(
+    model: torch.nn.Module, inputs: ImageInput, classes: Sequence[str], files: Sequence[str], top: int = 1
+) -> Iterator[Prediction]:
+    """Yield the prediction of `model`, a classifier on the CPU, for each file, in the order of the files.
+
+    `top` is the number of classes in `Prediction.top`, at most.
+    """
+    for start in range(0, len(files), _BATCH):
+        batch = files[start : start + _BATCH]
+        images: dict[str, torch.Tensor] = {}
+        found: dict[str, Prediction] = {}
+        for file in batch:
+            try:
+                images[file] = inputs.read(file)
+            except Exception as error:  # decoders may raise anything for a damaged file
+                found[file] = Prediction(file, error=printable(f"{type(error).__name__}: {error}"))
+        if images:
+            with torch.inference_mode():
+                outputs = model(inputs.normalized(torch.stack([*images.values()])))
+                values, indices = outputs.softmax(1).topk(min(top, len(classes)))
+            for file, probabilities, labels in zip(images, values.tolist(), indices.tolist(), strict=True):
+                best = tuple((printable(classes[int(i)]), p) for i, p in zip(labels, probabilities, strict=True))
+                found[file] = Prediction(file, *best[0], top=best)
+        yield from (found[file] for file in batch)
 
 
 def _without_memory(build: Callable[[], torch.nn.Module], path: Path) -> torch.nn.Module | None:

@@ -19,7 +19,7 @@ from runner.system.console import DONE, REFUSED
 from runner.system.secrets import printable
 
 if TYPE_CHECKING:
-    from runner.api.prediction import Prediction
+    from runner.api.saved import Prediction
 
 
 @command

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import hydra
@@ -22,11 +23,13 @@ from hydra._internal.utils import create_config_search_path
 from hydra.core.config_search_path import SearchPathQuery
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
 from hydra.core.utils import JobRuntime, setup_globals
 from hydra.errors import HydraException
+from hydra.plugins.config_source import ConfigLoadError, ConfigResult, ConfigSource
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
@@ -34,9 +37,9 @@ from omegaconf.errors import OmegaConfBaseException
 from runner.config import user_code
 from runner.config.errors import ABSENT, ConfigError, check, did_you_mean
 from runner.config.hydra_errors import config_error
-from runner.config.option_source import OptionFiles
 from runner.config.options import CONF
-from runner.config.overrides import LOCATION_KEYS, override_key, quoted
+from runner.config.overrides import HYDRA_KEYS, LOCATION_KEYS, override_key, quoted
+from runner.config.yaml_file import read_config
 
 _GLOBAL_GROUPS = ("debug", "experiment", "local")
 """Config groups whose files set keys of the whole config, instead of the options of a component."""
@@ -252,3 +255,51 @@ def composition_errors() -> Iterator[None]:
         raise
     except Exception as error:  # errors that Hydra does not wrap
         raise HydraException(f"{type(error).__name__}: {error}") from error
+
+
+class OptionFiles(ConfigSource):
+    """A folder of option files, such as conf/. The files are checked when they are read (see `read_config`)."""
+
+    @staticmethod
+    def scheme() -> str:
+        return "conf"
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        """Return the content of an option file.
+
+        Raises:
+            ConfigError: if the file cannot be read, is not plain YAML, or sets a key of Hydra that has no effect.
+            ConfigLoadError: if the file does not exist.
+        """
+        path = self._path(config_path)
+        if not os.path.exists(path):
+            raise ConfigLoadError(f"Config not found : {path}")
+        content = read_config(path)
+        header = self._get_header_dict(path.read_text(encoding="utf-8")[:512])
+        values: Any = OmegaConf.to_container(content)
+        groups = [group for entry in values.get("defaults") or [] if isinstance(entry, dict) for group in entry]
+        keys = [str(name).rpartition(" ")[2].lstrip("/") for name in (*groups, header.get("package") or "")]
+        for key, value in (values.get("hydra") or {}).items():
+            if key not in HYDRA_KEYS and (key != "sweeper" or {*value} != {"params"}):
+                keys.append(f"hydra.{key}")
+        for key in keys:
+            if re.match(r"hydra\b", key):
+                why = f"{os.path.relpath(path)} sets this key of Hydra, which only composes the config here"
+                raise ConfigError(key, ABSENT, why, f"only {', '.join(HYDRA_KEYS)} have an effect")
+        return ConfigResult(self.provider, self.full_path(), content, header)
+
+    def available(self) -> bool:
+        return self.is_group("")
+
+    def is_group(self, config_path: str) -> bool:
+        return os.path.isdir(Path(self.path, config_path))
+
+    def is_config(self, config_path: str) -> bool:
+        return os.path.isfile(self._path(config_path))  # False for a name that is too long
+
+    def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
+        """Return the names of options, without those that several options inherit (`_NAME`)."""
+        return sorted(path.stem for path in Path(self.path, config_path).glob("[!_]*.yaml"))
+
+    def _path(self, config_path: str) -> Path:
+        return Path(self.path, self._normalize_file_name(config_path))

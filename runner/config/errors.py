@@ -1,13 +1,17 @@
-"""Config errors: the key, the value, why it is invalid, and what to type instead."""
+"""Config errors: the key, the value, why it is invalid, and what to type instead; and where user code raises others."""
 
 from __future__ import annotations
 
 import difflib
 import enum
 import math
+import os
+import sysconfig
 import textwrap
+import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from runner.config.options import option_file
 from runner.system.secrets import printable, redacted
@@ -131,3 +135,37 @@ _MAX_SHOWN = 80  # characters of a key or a value that a message shows
 
 def _shortened(text: str) -> str:
     return text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 1] + "…"
+
+
+_ROOT = Path(__file__).parents[2]
+_LIBRARIES = tuple(
+    f"{path}{os.sep}"
+    for path in (_ROOT / "runner", _ROOT / "models", *map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib")))
+)
+
+
+def is_library(file: str) -> bool:
+    """Return whether a source file is part of this project, of Python or of an installed package."""
+    installed = {"site-packages", "dist-packages"} & {*Path(file).parts}
+    return file.startswith(("<frozen", "<string", "<eval", *_LIBRARIES)) or bool(installed)
+
+
+def location(error: BaseException) -> str:
+    """Return `mine.py:12`, the innermost line of user code in the traceback of `error`; empty if there is none."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{shown(error.filename)}:{error.lineno}"
+    frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    ours = [f"{shown(file)}:{line}" for file, line in frames if not is_library(file)]
+    return ours[-1] if ours else ""
+
+
+def described(error: BaseException) -> str:
+    """Return the type and the message of an error, and its `location`: `ValueError: negative (mine.py:12)`."""
+    where = location(error)
+    return f"{type(error).__name__}: {error}" + (f" ({where})" if where else "")
+
+
+def shown(file: str) -> str:
+    """Return the path of a file, relative to the working directory if it is below it."""
+    path = Path(os.path.abspath(file)) if not file.startswith("<") else Path(file)
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else file

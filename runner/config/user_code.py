@@ -20,9 +20,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from runner.config.errors import ABSENT, ConfigError, check, did_you_mean
+from runner.config.errors import ABSENT, ConfigError, check, described, did_you_mean, shown
 from runner.config.overrides import hydra_quoted, override_key, override_value
-from runner.system.error_location import described, shown
 
 HOOKS = {"after_step": 1, "after_evaluation": 2, "before_save": 1}
 """The functions that the training loop calls, with their numbers of arguments (see `Hooks`)."""

@@ -14,13 +14,12 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset
 
 from runner.batching import MicroBatch, SampleOrder
 from runner.config import user_code
-from runner.config.errors import ABSENT, ConfigError, check, check_range
+from runner.config.errors import ABSENT, ConfigError, check, check_range, described
 from runner.data.base import Batch, Data, DataError, Samples, shard_bounds
 from runner.data.image_files import to_device
 from runner.data.memory import ArraySamples
 from runner.data.workers import Workers, shared
 from runner.seeds import derive, sample_seeds, seeded
-from runner.system.error_location import described
 
 _HASHED = 16
 """The number of samples of a map-style data set that its fingerprint covers."""

@@ -17,7 +17,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 import runner
-from runner.api.prediction import image_files
+from runner.api.saved import image_files
 from runner.parallel.launch import processes
 from runner.storage.saved_run import config_text
 from runner.system.forkserver import start_server

@@ -12,7 +12,7 @@ from helpers.compose import TINY_CPU
 from helpers.runs import write_images
 
 import runner
-from runner.api.prediction import image_files
+from runner.api.saved import image_files
 from runner.commands import predict
 
 

@@ -20,11 +20,10 @@ from dataclasses import dataclass, field
 from multiprocessing import connection
 from typing import Any
 
-from runner.config.errors import ConfigError
+from runner.config.errors import ConfigError, described
 from runner.data.base import DataError
 from runner.storage.run_directory import StorageError
 from runner.system import torch_errors
-from runner.system.error_location import described
 from runner.system.forkserver import METHOD, without_main_module
 from runner.system.signals import StopRequest
 
