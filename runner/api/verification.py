@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -99,7 +100,8 @@ def verify(overrides: Sequence[str], steps: int = 3, *, config_dir: str | None =
         print(f"training {steps} steps of this config{compiled}", file=sys.stderr, flush=True)
         ours, hooks = first_steps(tested), user_code.hooks()
         print("training the same steps on a single device", file=sys.stderr, flush=True)
-        with user_code.using(user_code.without_hooks()):
+        without_hooks = replace(given, objects={**given.objects, **dict.fromkeys(user_code.HOOKS)})
+        with user_code.using(without_hooks):
             theirs = first_steps(reference)
     pairs = [Pair(*each) for each in zip(ours, theirs, strict=True)]
     if isinstance(precision, Double):

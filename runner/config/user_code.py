@@ -15,7 +15,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -103,11 +103,6 @@ def passed(overrides: Iterable[str] = (), **parts: Any) -> UserCode:
     for part in parts:
         check(part in PARTS, part, ABSENT, "there is no such argument;", did_you_mean(part, PARTS))
     return UserCode({part: value for part, value in parts.items() if value is not None}, typed_files(overrides))
-
-
-def without_hooks() -> UserCode:
-    """Return the code that is given, without its hooks."""
-    return replace(_given, objects={**_given.objects, **dict.fromkeys(HOOKS)})
 
 
 def typed_files(overrides: Iterable[str]) -> dict[str, File]:

@@ -38,13 +38,8 @@ class Model(ABC):
             raise ConfigError("unfreeze", list(self.unfreeze), why, "\"model.freeze=['*']\"")
         if self.reset_head and self.weights is None:
             raise ConfigError("reset_head", True, "there are no weights to load", "model.weights=FILE loads some")
-        check(
-            not self.download or self.weights is not None,
-            "download",
-            True,
-            "no weights are named",
-            "model.weights=NAME",
-        )
+        why = "no weights are named"
+        check(not self.download or self.weights is not None, "download", True, why, "model.weights=NAME")
         if self.weights is not None:
             check_available(self.weights, self.download)
 

@@ -16,7 +16,7 @@ from runner.system.import_path import is_installed
 from runner.tracking.metrics import MetricSums
 
 Metric: TypeAlias = Callable[..., Any]
-"""A `torchmetrics.Metric`, or a function of (outputs, targets) of all samples that returns a number."""
+"""A `torchmetrics.Metric`, or a function of (outputs, targets) of all samples, whose value is averaged if need be."""
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +67,10 @@ class EvaluationMetrics:
                     values[name] = self._number(name, whole.compute())
                 else:
                     function = _fresh(metric, device) if _is_torchmetrics(metric) else metric
-                    values[name] = self._number(name, function(outputs, targets))
+                    value = function(outputs, targets)
+                    if function is metric and isinstance(value, torch.Tensor) and value.dim():
+                        value = value.double().mean()
+                    values[name] = self._number(name, value)
             for text in (str(each.message) for each in said):  # such as of a class without samples
                 if not text.startswith("The ``compute`` method") and (name, text) not in self._warned:
                     log.warning("eval/%s: %s", name, text)

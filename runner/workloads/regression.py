@@ -16,7 +16,7 @@ from runner.data.base import RegressionSamples, Samples
 from runner.device import sum_dtype
 from runner.tracking.metrics import MetricSums
 from runner.workloads.evaluation_metrics import OF_NUMBERS, Named
-from runner.workloads.supervised import DataWorkload
+from runner.workloads.supervised import DataWorkload, comparable
 
 
 @dataclass
@@ -72,7 +72,7 @@ class Regression(DataWorkload[RegressionSamples]):
 
     def criterion(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Return the mean loss of outputs and targets, both [n, num_targets]."""
-        return self._losses(*_comparable(outputs, targets)).mean()
+        return self._losses(*comparable(outputs, targets)).mean()
 
     def _losses(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         huber_loss = partial(functional.huber_loss, delta=self.huber_delta)
@@ -80,7 +80,7 @@ class Regression(DataWorkload[RegressionSamples]):
         return losses[self.loss_function](outputs, targets, reduction="none")
 
     def sample_metrics(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        outputs, targets = _comparable(outputs, targets)
+        outputs, targets = comparable(outputs, targets)
         return ((outputs - targets).abs() * self._std(outputs)).mean(1, keepdim=True)
 
     def _std(self, like: torch.Tensor) -> torch.Tensor:
@@ -99,7 +99,7 @@ class Regression(DataWorkload[RegressionSamples]):
         tally, samples = self.extra.start(device), self.held_out
         scale = [torch.tensor(each, dtype=dtype, device=device) for each in (samples.target_std, samples.target_mean)]
         for batch in self.held_out.in_order(self.eval_batch_size, shard, device):
-            outputs, targets = (values.to(dtype) for values in _comparable(infer(batch.inputs), batch.targets))
+            outputs, targets = (values.to(dtype) for values in comparable(infer(batch.inputs), batch.targets))
             errors = outputs - targets
             sums["loss"] += self._losses(outputs, targets).sum(0)
             sums["absolute"] += errors.abs().sum(0)
@@ -126,9 +126,3 @@ class Regression(DataWorkload[RegressionSamples]):
             "r2": float(r2.mean()),
             **extra,
         }
-
-
-def _comparable(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return both in float32, or in float64 if the outputs are: 16 bits are too few for a loss."""
-    dtype = torch.promote_types(outputs.dtype, torch.float32)
-    return outputs.to(dtype), targets.to(dtype)

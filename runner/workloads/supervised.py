@@ -212,3 +212,11 @@ class DataWorkload(SupervisedWorkload, Generic[S]):
 def _sorted_names(signature: Mapping[str, Any]) -> dict[str, Any]:
     names = {key: sorted(signature[key]) for key in ("targets", "columns") if signature.get(key)}
     return dict(signature) | names
+
+
+def comparable(outputs: Any, targets: torch.Tensor) -> tuple[Any, torch.Tensor]:
+    """Return floating-point outputs and targets in float32, or in float64 if the outputs are: 16 bits are too few."""
+    if not isinstance(outputs, torch.Tensor) or not outputs.is_floating_point():
+        return outputs, targets
+    dtype = torch.promote_types(outputs.dtype, torch.float32)
+    return outputs.to(dtype), targets.to(dtype) if targets.is_floating_point() else targets

@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 
 from runner.batching import Plan
 from runner.config import user_code
-from runner.config.errors import ABSENT, check, check_choice, errors_under
+from runner.config.errors import ABSENT, check, check_choice, did_you_mean, errors_under
 from runner.data.base import Batch, LabeledSamples, Samples
 from runner.data.memory import ArraySamples
 from runner.data.user import DatasetSamples
@@ -22,7 +22,7 @@ from runner.device import sum_dtype
 from runner.model.user import UserModel
 from runner.tracking.metrics import BatchSums, MetricSums, batch_sums
 from runner.workloads.evaluation_metrics import EvaluationMetrics
-from runner.workloads.supervised import DataWorkload
+from runner.workloads.supervised import DataWorkload, comparable
 
 log = logging.getLogger(__name__)
 
@@ -74,16 +74,9 @@ class UserWorkload(DataWorkload[Samples]):
         why, remedy = "it is no dict from names to functions of (outputs, targets)", 'metrics={"accuracy": function}'
         usable = isinstance(given, Mapping) and "loss" not in given and all(map(callable, given.values()))
         check(usable, "metrics", given, why, remedy)
-        known = ("loss", *given)
-        remedy = f"choose from: {', '.join(known)}"
-        check(
-            self.best_metric in (None, *known),
-            "workload.best_metric",
-            self.best_metric,
-            "there is no such metric;",
-            remedy,
-        )
-        return EvaluationMetrics({name: Averaged(each) if _is_function(each) else each for name, each in given.items()})
+        why, remedy = "there is no such metric;", did_you_mean(self.best_metric or "", known := ("loss", *given))
+        check(self.best_metric in (None, *known), "workload.best_metric", self.best_metric, why, remedy)
+        return EvaluationMetrics(given)
 
     @property
     def num_outputs(self) -> int:
@@ -110,7 +103,7 @@ class UserWorkload(DataWorkload[Samples]):
         return super().saved_model(signature)
 
     def criterion(self, outputs: Any, targets: torch.Tensor) -> torch.Tensor:
-        loss = self._loss(*_comparable(outputs, targets))
+        loss = self._loss(*comparable(outputs, targets))
         found = list(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
         is_scalar = isinstance(loss, torch.Tensor) and loss.dim() == 0
         check(is_scalar, "loss", ABSENT, f"it returns {found}, and no scalar", "return the mean over the samples")
@@ -131,9 +124,9 @@ class UserWorkload(DataWorkload[Samples]):
         sums: MetricSums = {"loss": torch.zeros((), dtype=sum_dtype(device), device=device)}
         sums["count"], tally = torch.zeros((), dtype=torch.int64, device=device), self.extra.start(device)
         for batch in self.held_out.in_order(self.eval_batch_size, shard, device):
-            outputs, targets = _comparable(infer(batch.inputs), batch.targets)
+            outputs, targets = comparable(infer(batch.inputs), batch.targets)
             if isinstance(self._loss, torch.nn.Module):
-                self._loss.to(outputs)
+                self._loss.to(outputs if isinstance(outputs, torch.Tensor) else device)
             if not self._mean_is_checked:
                 self._check_mean(outputs, targets)
             sums["loss"] += self.criterion(outputs, targets) * len(targets)
@@ -163,21 +156,6 @@ class UserWorkload(DataWorkload[Samples]):
             log.warning(text, n, whole, mean)
 
 
-class Averaged:
-    """A function of (outputs, targets) whose value is averaged if it is not a single number."""
-
-    def __init__(self, function: Callable[[Any, torch.Tensor], Any]):
-        self._function = function
-
-    def __call__(self, outputs: Any, targets: torch.Tensor) -> Any:
-        value = self._function(outputs, targets)
-        return value.double().mean() if isinstance(value, torch.Tensor) and value.dim() else value
-
-
-def _is_function(metric: Any) -> bool:
-    return not hasattr(metric, "compute")  # of torchmetrics
-
-
 def _first(samples: Samples) -> Batch:
     """Return the first sample as a batch; of images in files, which are not read, zeros."""
     if isinstance(samples, DatasetSamples):
@@ -185,14 +163,6 @@ def _first(samples: Samples) -> Batch:
     if isinstance(samples, ArraySamples):
         return Batch(samples.inputs[:1], samples.targets[:1])
     return Batch(torch.zeros(1, *samples.shape), torch.zeros(1, dtype=torch.int64))
-
-
-def _comparable(outputs: Any, targets: torch.Tensor) -> tuple[Any, torch.Tensor]:
-    """Return floating-point outputs and targets in float32, or in float64 if the outputs are: 16 bits are too few."""
-    if not isinstance(outputs, torch.Tensor) or not outputs.is_floating_point():
-        return outputs, targets
-    dtype = torch.promote_types(outputs.dtype, torch.float32)
-    return outputs.to(dtype), targets.to(dtype) if targets.is_floating_point() else targets
 
 
 def _cross_entropy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
