@@ -13,8 +13,7 @@ import torch
 from runner.config.errors import ConfigError, check
 from runner.config.name_patterns import matching, names_to_match
 from runner.config.options import chosen_option
-from runner.model.published import check_available
-from runner.model.weights import load_weights
+from runner.model.weights import check_available, load_weights
 
 
 @dataclass

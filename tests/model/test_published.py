@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 import runner
 from runner.config.errors import ConfigError
-from runner.model.published import published
+from runner.model.weights import published
 
 RESNET = ("model=resnet18", "data=synthetic", "data.num_classes=7", "data.size=32")
 
