@@ -1,27 +1,67 @@
-"""The blocks of a network, between which a pipeline can split it."""
+"""The blocks of a network, between which a pipeline can split it, and a table of them."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import copy
+from contextlib import suppress
 
-if TYPE_CHECKING:  # config errors are reported before torch is imported, and options import this file
-    from torch import nn
+import torch
 
 
-def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
+def blocks_of(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
     """Return what the method `blocks()` of `model` returns, without one those of a `Sequential`, otherwise nothing.
 
     A submodule named `blocks`, which many networks have, does not count.
     """
-    from torch import nn
-
     if (blocks := getattr(type(model), "blocks", None)) is not None:
         return blocks(model)
-    return list(model.named_children()) if type(model).forward is nn.Sequential.forward else []
+    return list(model.named_children()) if type(model).forward is torch.nn.Sequential.forward else []
 
 
-def block_indices(model: nn.Module) -> dict[str, int]:
+def block_indices(model: torch.nn.Module) -> dict[str, int]:
     """Return the index of the block of each parameter by name; 0 for one of no block, and {} without blocks."""
     blocks = blocks_of(model)
     index_of = {id(parameter): i for i, (_, block) in enumerate(blocks) for parameter in block.parameters()}
     return {name: index_of.get(id(p), 0) for name, p in model.named_parameters()} if blocks else {}
+
+
+def table_of(model: torch.nn.Module, shape: tuple[int, ...] | None) -> tuple[str, int]:
+    """Return a table of the network, a line for each block or child and one for the whole, and its FLOPs.
+
+    The columns are its name; its class or, if it groups several layers, those of the layers; the shape of the output
+    for one sample; the number of parameters, and of those that are trained; and the floating-point operations of the
+    forward pass: of matrix products, convolutions and attention, a multiplication and an addition being two. The third
+    and the last are dashes, and the FLOPs 0, if `shape`, that of an input, is None or does not suit the network.
+    """
+    measured: dict[str, tuple[tuple[int, ...], int]] = {}
+    if shape is not None:
+        with suppress(Exception):  # whatever is wrong with the network, training says it better
+            measured = _outputs_and_flops(model, shape)
+    rows: list[tuple[str, ...]] = [("block", "type", "output", "parameters", "trained", "FLOPs")]
+    for name, part in [*(blocks_of(model) or model.named_children()), ("total", model)]:
+        sizes = [(parameter.numel(), parameter.requires_grad) for parameter in part.parameters()]
+        kind, kinds = type(part).__name__, [type(layer).__name__ for layer in part.children()]
+        if kind == "Block":
+            kind = " ".join(kinds if len(kinds) <= 4 else [*kinds[:3], "…"])
+        output, flops = measured.get(name, (None, None))
+        counts = sum(size for size, _ in sizes), sum(size for size, is_trained in sizes if is_trained), flops
+        numbers = ("–" if count is None else f"{count:,}" for count in counts)
+        rows.append((name, kind, "–" if output is None else "×".join(map(str, output)), *numbers))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [[*map(str.ljust, row[:3], widths), *map(str.rjust, row[3:], widths[3:])] for row in rows]
+    return "\n".join(map("  ".join, lines)), measured["total"][1] if measured else 0
+
+
+def _outputs_and_flops(model: torch.nn.Module, shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], int]]:
+    """Call a copy of the network with zeros; not on the meta device, whose operators import sympy for a second."""
+    from torch.utils.flop_counter import FlopCounterMode  # its imports take a tenth of a second
+
+    x = torch.zeros(1, *shape, device=next((parameter.device for parameter in model.parameters()), None))
+    model = copy.deepcopy(model).eval()  # the forward pass may change buffers
+    measured = {}
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        for name, part in blocks_of(model) or [("total", model)]:
+            before = counter.get_total_flops()
+            x = part(x)
+            measured[name] = tuple(x.shape[1:]), counter.get_total_flops() - before
+    return measured | {"total": (tuple(x.shape[1:]), counter.get_total_flops())}

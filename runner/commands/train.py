@@ -120,8 +120,8 @@ def _run(arguments: list[str]) -> list[int]:
 
 def _print_model(run: Run) -> None:
     """Print a table of the network that `run` would train."""
+    from models.blocks import table_of
     from runner.model.base import without_memory
-    from runner.model.table import table_of
 
     run.workload.prepare()
     shape = run.workload.input_shape()
