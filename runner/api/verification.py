@@ -98,17 +98,14 @@ def verify(overrides: Sequence[str], steps: int = 3, *, config_dir: str | None =
             del tested[0], reference[0]
         compiled = ", once it is compiled, in each precision" * bool(tested[0].compile)
         print(f"training {steps} steps of this config{compiled}", file=sys.stderr, flush=True)
-        ours, hooks = first_steps(tested), user_code.hooks()
+        ours, called = first_steps(tested), [name for name in user_code.HOOKS if user_code.find(name) is not None]
         print("training the same steps on a single device", file=sys.stderr, flush=True)
         without_hooks = replace(given, objects={**given.objects, **dict.fromkeys(user_code.HOOKS)})
         with user_code.using(without_hooks):
             theirs = first_steps(reference)
     pairs = [Pair(*each) for each in zip(ours, theirs, strict=True)]
-    if isinstance(precision, Double):
-        outcome = compare(None, pairs[0], precision)
-    else:
-        outcome = compare(pairs[0], pairs[1] if len(pairs) > 1 else None, precision)
-    called = [name for name, hook in zip(hooks._fields, hooks, strict=True) if hook is not hooks._field_defaults[name]]
+    configured, exact = (None, pairs[0]) if isinstance(precision, Double) else (*pairs, None)[:2]
+    outcome = compare(configured, exact, precision)
     if called and outcome.verdict is Verdict.DIFFERENT:
         reason = f"{outcome.reason}\nOnly the config calls {', '.join(called)}: does it change weights or gradients?"
         return outcome._replace(reason=reason.lstrip())

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
+from torch.utils._pytree import tree_map
 
 from runner.config.errors import ABSENT, ConfigError, check, did_you_mean
 from runner.device import sum_dtype
@@ -32,15 +32,11 @@ class EvaluationMetrics:
 
     Args:
         metrics: the metrics by name. They are copied, not changed.
-        goals: `min` or `max` of each metric by which a run may end early; by default, what their attribute
-            `higher_is_better` says.
+        goals: `min` or `max` of each metric by which a run may end early.
     """
 
-    def __init__(self, metrics: Mapping[str, Metric], goals: Mapping[str, str] | None = None):
-        self._metrics, self._warned = dict(metrics), set[tuple[str, str]]()
-        better = {name: getattr(metric, "higher_is_better", None) for name, metric in self._metrics.items()}
-        said = {name: "max" if is_higher else "min" for name, is_higher in better.items() if is_higher is not None}
-        self.goals = said if goals is None else dict(goals)
+    def __init__(self, metrics: Mapping[str, Metric], goals: Mapping[str, str] = {}):
+        self._metrics, self._warned, self.goals = dict(metrics), set[tuple[str, str]](), dict(goals)
 
     def start(self, device: torch.device) -> Tally:
         """Return a tally without samples, whose states are on `device`."""
@@ -62,11 +58,10 @@ class EvaluationMetrics:
                 if _merges(metric):
                     whole = _fresh(metric, device)
                     for part in reversed(parts):  # `merge_state` puts the samples of the argument first
-                        states = part["states"][name]
-                        whole.merge_state({key: _moved(state, device) for key, state in states.items()})
+                        whole.merge_state(tree_map(lambda state: state.to(device), part["states"][name]))
                     values[name] = self._number(name, whole.compute())
                 else:
-                    function = _fresh(metric, device) if _is_torchmetrics(metric) else metric
+                    function = _fresh(metric, device) if hasattr(metric, "merge_state") else metric
                     value = function(outputs, targets)
                     if function is metric and isinstance(value, torch.Tensor) and value.dim():
                         value = value.double().mean()
@@ -117,21 +112,12 @@ def _merges(metric: Any) -> bool:
     return bool(reductions) and plain and metric.full_state_update is False
 
 
-def _is_torchmetrics(metric: Any) -> bool:
-    package = sys.modules.get("torchmetrics")
-    return package is not None and isinstance(metric, package.Metric)
-
-
 def _fresh(metric: Any, device: torch.device) -> Any:
     fresh = metric.clone().to(device).set_dtype(sum_dtype(device))
     for each in fresh.modules():
         each.distributed_available_fn = bool  # False: it must not wait for other ranks, to add up what each has whole
     fresh.reset()
     return fresh
-
-
-def _moved(state: torch.Tensor | list[torch.Tensor], device: torch.device) -> torch.Tensor | list[torch.Tensor]:
-    return [each.to(device) for each in state] if isinstance(state, list) else state.to(device)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

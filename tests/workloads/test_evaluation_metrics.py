@@ -213,7 +213,6 @@ def test_objects_and_functions_of_any_kind_see_each_sample_once_in_order():
         own = EvaluationMetrics({"states of its own": concordance})
         found = own.compute(shards_of(own, outputs, targets.double(), *sizes), CPU)
         assert found["states of its own"] == pytest.approx(float(concordance(outputs, targets.double())), abs=1e-6)
-    assert metrics.goals == {"states that are added": "max", "lists": "max"}
 
     for wrong in (classification.MulticlassF1Score(2, average=None), lambda outputs, targets: {"a": 1.0}):
         metrics = EvaluationMetrics({"mine": wrong})
