@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from torch.utils._pytree import tree_map
 
 from runner.config.errors import ABSENT, ConfigError, check, did_you_mean
 from runner.device import sum_dtype
@@ -48,6 +47,8 @@ class EvaluationMetrics:
         Raises:
             ConfigError: if a metric is not a single number.
         """
+        from torch.utils._pytree import tree_map  # here, as it would load torch
+
         parts = sums[_KEY] if self._metrics else []
         samples = [each for part in parts for each in part["samples"]]
         outputs, targets = (torch.cat([each[i].to(device) for each in samples]) for i in (0, 1)) if samples else (0, 0)
