@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
@@ -10,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from runner.config import user_code
 from runner.config.errors import ConfigError, described
 from runner.config.overrides import override_key, replaced, typed_path
 from runner.parallel.launch.processes import Launcher
@@ -176,7 +178,8 @@ def print_summary(run: Run, session: Session, directory: Path, result: Result) -
             lines.append(f"log: {where}/log.txt")
             if any((directory / "checkpoints").glob("step_*")):
                 other = f" optimizer.lr={run.optimizer.lr / 10:g}" if result.status == "diverged" else ""
-                lines.append(f"resume: python -m runner resume={where}{other}")
+                code = [shlex.quote(f"{group}={file.typed}") for group, file in user_code.given().files.items()]
+                lines.append(" ".join([f"resume: python -m runner resume={where}{other}", *code]))
         if any(directory.glob("events.out.tfevents.*")):  # other trackers write none
             logs = root if directory.is_relative_to(root) else directory
             lines.append(f"look: tensorboard --logdir {typed_path(logs)}")
