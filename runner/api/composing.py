@@ -121,7 +121,6 @@ def separate_hydra() -> Iterator[None]:
 
 @contextmanager
 def _config_errors() -> Iterator[None]:
-    """Convert errors of Hydra and OmegaConf, raised inside the context, to a `ConfigError`."""
     try:
         yield
     except (HydraException, OmegaConfBaseException) as error:

@@ -65,7 +65,6 @@ def main(arguments: Sequence[str] | None) -> int:
 
 
 def _entry(run: MeasuredRun, now: float) -> dict[str, Any]:
-    """Return what is listed of `run`."""
     path, times = run.directory, []
     for name in os.listdir(path):
         with suppress(FileNotFoundError):  # a running run has removed or renamed it

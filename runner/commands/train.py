@@ -119,7 +119,6 @@ def _run(arguments: list[str]) -> list[int]:
 
 
 def _print_model(run: Run) -> None:
-    """Print a table of the network that `run` would train."""
     from models.blocks import table_of
     from runner.model.base import without_memory
 

@@ -68,7 +68,6 @@ class ImageReader:
         return square
 
     def _scaled(self, image: Image, random_crop: bool) -> torch.Tensor:
-        """Crop `image`, and resize the crop to a square."""
         import numpy
         from PIL import ImageOps
         from PIL.JpegImagePlugin import JpegImageFile

@@ -246,7 +246,6 @@ def images_below(folder: Path, key: str) -> tuple[list[str], Counter[str]]:
 
 
 def _folders(path: Path) -> list[str]:
-    """Return the sorted names of the directories in `path` that are not hidden."""
     try:
         return sorted(entry.name for entry in os.scandir(path) if entry.is_dir() and not _is_hidden(entry.name))
     except OSError as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,10 +18,14 @@ from runner.seeds import sample_seeds, uniforms
 
 @dataclass(eq=False, repr=False)
 class ArraySamples(Samples):
-    """Samples in two tensors of any dtype, `inputs` [n, *shape] and `targets` [n, …], moved to the device when used."""
+    """Samples in two tensors of any dtype, `inputs` [n, *shape] and `targets` [n, …], moved to the device when used.
+
+    `content` is the `fingerprint`.
+    """
 
     inputs: torch.Tensor
     targets: torch.Tensor
+    content: str = field(default="", kw_only=True)
 
     def __post_init__(self) -> None:
         if len(self.inputs) != len(self.targets):
@@ -45,6 +49,9 @@ class ArraySamples(Samples):
         for first in range(start, stop, batch_size):
             last = min(first + batch_size, stop)
             yield Batch(self._normalized(self.inputs[first:last]), self.targets[first:last])
+
+    def fingerprint(self) -> str:
+        return self.content
 
     def joined(self, other: Samples) -> Samples:
         if type(other) is not type(self):

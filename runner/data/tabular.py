@@ -145,13 +145,11 @@ class TableSamples(ArraySamples, RegressionSamples):
 
     def __init__(self, table: Table, rows: torch.Tensor, input_scale: Scale, target_scale: Scale, content: str = ""):
         pairs = ((table.inputs, input_scale), (table.targets, target_scale))
-        super().__init__(*(((values[rows].double() - mean) / std).float() for values, (mean, std) in pairs))
+        numbers = (((values[rows].double() - mean) / std).float() for values, (mean, std) in pairs)
+        super().__init__(*numbers, content=content)
         self.input_names, self.target_names = table.input_names, table.target_names
         self.target_mean, self.target_std = (values.tolist() for values in target_scale)
-        self._input_scale, self._content = input_scale, content
-
-    def fingerprint(self) -> str:
-        return self._content
+        self._input_scale = input_scale
 
     def standardization(self) -> dict[str, dict[str, list[float]]]:
         mean, std = (values.flatten().tolist() for values in self._input_scale)

@@ -56,7 +56,7 @@ class UserData(Data):
                 sets = _split(sets[0], self.holdout)
             if all(isinstance(each, tuple) for each in sets):
                 content = _sha256(tensor for each in sets for tensor in each)
-                train, held_out = (UserArrays(each[0], each[1], content) for each in sets)
+                train, held_out = (ArraySamples(each[0], each[1], content=content) for each in sets)
             else:
                 fetches = [Fetch(TensorDataset(*each) if isinstance(each, tuple) else each) for each in sets]
                 content = _sha256(tensor for fetch in fetches for tensor in fetch.some())
@@ -139,16 +139,6 @@ def _sha256(tensors: Iterable[torch.Tensor]) -> str:
     return digest.hexdigest()
 
 
-@dataclass(eq=False, repr=False)
-class UserArrays(ArraySamples):
-    """Tensors of the user; `content` is the fingerprint of all samples."""
-
-    content: str = ""
-
-    def fingerprint(self) -> str:
-        return self.content
-
-
 class Job(NamedTuple):
     """A batch to load: the indices of its samples, and a seed for each."""
 
@@ -197,7 +187,7 @@ class DatasetSamples(Samples):
     """The samples of a map-style data set, the `number`-th of `fetches`, which `workers` load; see `UserData`."""
 
     def __init__(self, fetches: Sequence[Fetch], number: int, workers: Workers, content: str):
-        self.fetch, self._fetches, self._workers, self._content = fetches[number], fetches, workers, content
+        self.fetch, self._workers, self._content = fetches[number], workers, content
         self._load: Callable[[Any], Any] = shared(number) if workers.count else fetches[number]
         self.num_workers = workers.count
         self.example = Batch(*self.fetch(Job([0], [0])))

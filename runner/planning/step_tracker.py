@@ -140,7 +140,6 @@ class StepTracker(TorchDispatchMode):
             self._set(key, kind, storage.nbytes())
 
     def _set(self, key: int, kind: str, size: int) -> None:
-        """Set the kind and the size of a storage."""
         before, bytes_before, reference = self._storages[key]
         self.current[before] -= bytes_before
         self.current[kind] += size

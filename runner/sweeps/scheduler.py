@@ -44,7 +44,6 @@ class JobSource:
         return next(self._jobs, None)
 
     def __len__(self) -> int:
-        """Return the total number of jobs."""
         return self._count
 
     def tell(self, number: int, code: int, result: dict[str, Any]) -> None:

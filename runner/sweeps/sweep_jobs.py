@@ -107,7 +107,6 @@ class SweepJobs:
         return math.prod(len(each.choices) for each in self.dimensions)
 
     def __iter__(self) -> Iterator[list[str]]:
-        """Yield the overrides of each job."""
         for words in itertools.product(*(each.choices for each in self.dimensions)):
             yield list(itertools.chain(*words))
 

@@ -103,7 +103,6 @@ def cgroup_limits(*names: str) -> Iterator[list[str]]:
 
 
 def _lines(path: Path) -> list[str]:
-    """Return the lines of the file at `path`; an empty list if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

@@ -147,7 +147,6 @@ class ExternalProcesses(Launcher):
             collectives.finish()
 
     def _device(self) -> tuple[str, str]:
-        """Return the type and, of a GPU, the UUID of the device."""
         if self.refusal is not None:
             raise self.refusal
         device = self.devices[0]

@@ -221,7 +221,6 @@ class Supervisor(AbstractContextManager):
         return self.stalled > self.timeout and len(running) > 1
 
     def _dead(self) -> list[int]:
-        """Return the ranks that have ended without a report."""
         ended = [rank for rank, process in enumerate(self.processes) if not process.is_alive()]
         for rank in ended:
             self._read_pipe(rank)  # its report may have arrived since

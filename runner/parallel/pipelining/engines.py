@@ -118,8 +118,6 @@ class ProcessEngine:
 
 
 class _TimedStage(pipelining.PipelineStage):
-    """A `PipelineStage` that records its computations in a timeline."""
-
     def __init__(self, *arguments: Any, timeline: Timeline, **options: Any):
         super().__init__(*arguments, **options)
         self._timeline = timeline
