@@ -85,12 +85,10 @@ class UserWorkload(DataWorkload[Samples]):
         return self._num_outputs
 
     def describe(self) -> dict[str, str]:
-        sizes = f"{len(self.train):,} training and {len(self.held_out):,} held-out samples"
-        sizes = f"{len(self.held_out):,} samples (--split {self.split})" if self.split else sizes
         name = user_code.given().names().get("loss", "that of the file")
         if self._loss in (_cross_entropy, _mean_squared_error):
             name = "cross-entropy, as the targets are integers" if self._of_classes else "mean squared error"
-        return {"data": f"{sizes} of {list(self.train.shape)}", "loss": name}
+        return {"data": f"{self.summary()} of {list(self.train.shape)}", "loss": name}
 
     def input_shape(self) -> tuple[int, ...] | None:
         is_index = not _first(self.train).inputs.is_floating_point() and not isinstance(self.train, LabeledSamples)
