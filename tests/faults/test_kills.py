@@ -23,7 +23,7 @@ TIMEOUT = 15
 
 SAYS = {
     "kill": r"was killed by SIGKILL \(the kernel does that where memory runs out\)$",
-    "raise": "failed: InjectedError: planted by a test$",
+    "raise": r"failed: InjectedError: planted by a test \(.*fault_points\.py:\d+\)$",
     "stop": "did not reach the collective that the others waited in: it is stopped, or hangs "
     rf"\(parallel\.timeout={TIMEOUT}\)$",
 }

@@ -1,6 +1,7 @@
 """Tests of the supervisor: the results of its ranks, the rank that it blames, and that no process is left behind."""
 
 import os
+import re
 import signal
 import threading
 import traceback
@@ -211,7 +212,7 @@ def test_the_report_of_a_crashed_error_contains_its_cause_and_result():
             raise CrashedError(Result("crashed", 7)) from cause
     except CrashedError as crash:
         report = report_of(crash)
-    assert report.what == "failed: ValueError: the cause"
+    assert re.fullmatch(r"failed: ValueError: the cause \(.*test_supervisor\.py:\d+\)", report.what)
     assert report.result.steps == 7
     assert "CrashedError" not in report.trace
     assert not report.by_others
