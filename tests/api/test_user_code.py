@@ -40,7 +40,7 @@ SHORT = [*CPU, "steps=6", "eval_every=3", "save_every=3"]
 
 
 @pytest.fixture(autouse=True)
-def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _elsewhere(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
@@ -70,19 +70,16 @@ def plain_weights(
     return model.state_dict()
 
 
-@pytest.mark.parametrize(
-    ("mode", "limit"),
-    [
-        ([], 1e-6),
-        (["precision=64"], 1e-12),
-        (["accumulation=4", "precision=64"], 1e-12),
-        (["parallel=ddp", "accumulation=2"], 1e-6),
-        (["parallel=fsdp", "precision=64"], 1e-12),
-        (["parallel=pipeline", "precision=64"], 1e-12),
-    ],
+@pytest.mark.cases(
+    ([], 1e-6),
+    (["precision=64"], 1e-12),
+    (["accumulation=4", "precision=64"], 1e-12),
+    (["parallel=ddp", "accumulation=2"], 1e-6),
+    (["parallel=fsdp", "precision=64"], 1e-12),
+    (["parallel=pipeline", "precision=64"], 1e-12),
     ids=lambda value: "-".join(value) or "single" if isinstance(value, list) else None,
 )
-def test_weights_are_those_of_a_plain_loop_in_every_mode(mode: list[str], limit: float) -> None:
+def test_weights_are_those_of_a_plain_loop_in_every_mode(mode, limit):
     dtype = torch.float64 if "precision=64" in mode else torch.float32
     for make, loss in ((Net, smooth), (chain, None)):
         result = train([*SHORT, *mode], model=make, data=TENSORS, loss=loss)
@@ -100,7 +97,7 @@ def test_weights_are_those_of_a_plain_loop_in_every_mode(mode: list[str], limit:
             assert result.evaluation["eval/accuracy"] == pytest.approx(right)
 
 
-def test_data_in_every_form_gives_the_same_weights() -> None:
+def test_data_in_every_form_gives_the_same_weights():
     pairs = [list(zip(*each.tensors, strict=True)) for each in TENSORS]
     arrays = tuple(tuple(tensor.numpy() for tensor in each.tensors) for each in TENSORS)
     plain = [Plain(pair) for pair in pairs]
@@ -109,7 +106,7 @@ def test_data_in_every_form_gives_the_same_weights() -> None:
         assert largest_difference(weights(train(SHORT, model=Net, data=data)), wanted) == 0
 
 
-def test_augmentation_is_the_same_with_workers_and_in_other_modes_and_a_resume_is_bitwise() -> None:
+def test_augmentation_is_the_same_with_workers_and_in_other_modes_and_a_resume_is_bitwise():
     data = (Rows(60), Rows(20, noise=0))
     whole = train([*SHORT, "precision=64"], model=Net, data=data)
     other = train([*SHORT, "precision=64", "data.workers=2"], model=Net, data=data)
@@ -124,7 +121,7 @@ def test_augmentation_is_the_same_with_workers_and_in_other_modes_and_a_resume_i
     assert refused.value.key == "data"
 
 
-def test_code_of_a_script_reaches_the_ranks_and_the_workers() -> None:
+def test_code_of_a_script_reaches_the_ranks_and_the_workers():
     names: dict[str, Any] = {"__name__": "__main__", "Base": Rows, "nn": nn, "mse_loss": mse_loss}
     exec(
         "scale = 3.0\n"
@@ -155,7 +152,7 @@ def test_code_of_a_script_reaches_the_ranks_and_the_workers() -> None:
 
 
 @pytest.mark.parametrize("mode", [["workload.eval_batch_size=4"], ["parallel=ddp"]], ids=["single", "ddp"])
-def test_metrics_are_of_all_held_out_samples(mode: list[str]) -> None:
+def test_metrics_are_of_all_held_out_samples(mode):
     metrics = {"recall": recall, "right": right}
     best = ["workload.best_metric=right", "workload.best_goal=max"]
     result = train([*SHORT, *best, *mode], model=Net, data=TENSORS, metrics=metrics)
@@ -170,7 +167,7 @@ def test_metrics_are_of_all_held_out_samples(mode: list[str]) -> None:
     assert result.best["metric"] == "eval/right"
 
 
-def test_a_saved_run_is_loaded_and_evaluated_with_its_code() -> None:
+def test_a_saved_run_is_loaded_and_evaluated_with_its_code():
     start = Net()
     before = {name: tensor.clone() for name, tensor in start.state_dict().items()}
     loss = nn.CrossEntropyLoss(label_smoothing=0.1)
@@ -194,7 +191,7 @@ def test_a_saved_run_is_loaded_and_evaluated_with_its_code() -> None:
 
 
 @pytest.mark.parametrize("mode", [[], ["parallel=ddp"]], ids=["single", "ddp"])
-def test_hooks_are_called_at_their_steps(mode: list[str], tmp_path: Path) -> None:
+def test_hooks_are_called_at_their_steps(mode, tmp_path):
     def note(text: str) -> None:
         with (tmp_path / "calls.txt").open("a") as file:
             file.write(f"{text}\n")
@@ -237,7 +234,7 @@ def test_hooks_are_called_at_their_steps(mode: list[str], tmp_path: Path) -> Non
     assert curves["user/evaluated"] == {3: 3.0, 6: 6.0}
 
 
-def test_verify_finds_a_hook_that_changes_weights_or_gradients() -> None:
+def test_verify_finds_a_hook_that_changes_weights_or_gradients():
     given = {"model": Net, "data": TENSORS}
 
     def shrinks(state: Any) -> None:
@@ -266,7 +263,7 @@ def test_verify_finds_a_hook_that_changes_weights_or_gradients() -> None:
 # Sweeps
 
 
-def test_a_sweep_returns_a_table_of_its_runs() -> None:
+def test_a_sweep_returns_a_table_of_its_runs():
     words = [*CPU, "steps=3", "optimizer.lr=-1,0.01", "seed=0,1"]
     table = runner.sweep(words, model=Net, data=TENSORS)
     assert len(table) == 4
@@ -283,28 +280,25 @@ def test_a_sweep_returns_a_table_of_its_runs() -> None:
 # What is refused, and errors
 
 
-@pytest.mark.parametrize(
-    ("given", "key", "why"),
-    [
-        ({"data": (Endless(), Endless())}, "data", "no index"),
-        ({"data": (NoLength(), NoLength())}, "data", "no length"),
-        ({"data": (DataLoader(TENSORS[0]), TENSORS[1])}, "data", "batches"),
-        ({"data": (Dicts([1, 2]), Dicts([1]))}, "data", "(input, target)"),
-        ({"data": (tensors(60), (torch.zeros(2, 6), torch.zeros(2).long()))}, "data", "[6]"),
-        ({"data": ((torch.zeros(9, 5), torch.zeros(8)), tensors(21))}, "data", "9 inputs and 8 targets"),
-        ({"data": ((torch.zeros(24, 5), torch.zeros(24)),) * 2}, "data", "[12, 3], targets [12]"),
-        ({"data": ((torch.zeros(24, 5), torch.zeros(24, 2).long()),) * 2}, "data", "[12, 3], targets [12, 2]"),
-        ({"loss": lambda outputs, targets: outputs}, "loss", "scalar"),
-        ({"loss": 3}, "loss", "function"),
-        ({"metrics": [right]}, "metrics", "dict"),
-        ({"model": lambda width: Net()}, "model", "width"),
-        ({"model": lambda: 3}, "model", "int"),
-        ({"after_step": lambda: None}, "after_step", "arguments"),
-        ({"modle": Net}, "modle", "no such argument"),
-    ],
+@pytest.mark.cases(
+    ({"data": (Endless(), Endless())}, "data", "no index"),
+    ({"data": (NoLength(), NoLength())}, "data", "no length"),
+    ({"data": (DataLoader(TENSORS[0]), TENSORS[1])}, "data", "batches"),
+    ({"data": (Dicts([1, 2]), Dicts([1]))}, "data", "(input, target)"),
+    ({"data": (tensors(60), (torch.zeros(2, 6), torch.zeros(2).long()))}, "data", "[6]"),
+    ({"data": ((torch.zeros(9, 5), torch.zeros(8)), tensors(21))}, "data", "9 inputs and 8 targets"),
+    ({"data": ((torch.zeros(24, 5), torch.zeros(24)),) * 2}, "data", "[12, 3], targets [12]"),
+    ({"data": ((torch.zeros(24, 5), torch.zeros(24, 2).long()),) * 2}, "data", "[12, 3], targets [12, 2]"),
+    ({"loss": lambda outputs, targets: outputs}, "loss", "scalar"),
+    ({"loss": 3}, "loss", "function"),
+    ({"metrics": [right]}, "metrics", "dict"),
+    ({"model": lambda width: Net()}, "model", "width"),
+    ({"model": lambda: 3}, "model", "int"),
+    ({"after_step": lambda: None}, "after_step", "arguments"),
+    ({"modle": Net}, "modle", "no such argument"),
     ids=lambda value: value if isinstance(value, str) else None,
 )
-def test_what_cannot_be_trained_is_refused(given: dict[str, Any], key: str, why: str) -> None:
+def test_what_cannot_be_trained_is_refused(given, key, why):
     with pytest.raises(runner.ConfigError) as refused:
         train(SHORT, **({"model": Net, "data": TENSORS} | given))
     assert refused.value.key == key, refused.value
@@ -312,7 +306,7 @@ def test_what_cannot_be_trained_is_refused(given: dict[str, Any], key: str, why:
     assert not list(Path.cwd().glob("outputs/*/*/config.yaml"))
 
 
-def test_what_cannot_be_sent_to_processes_is_refused_only_where_there_are_some() -> None:
+def test_what_cannot_be_sent_to_processes_is_refused_only_where_there_are_some():
     file = Path("words.txt").open("w")  # noqa: SIM115
     with file:
         loss = lambda outputs, targets: cross_entropy(outputs, targets, reduction="mean" if file else "sum")  # noqa: E731
@@ -339,7 +333,7 @@ def line_of(text: str) -> str:
     ids=["sample", "forward", "hook"],
 )
 @pytest.mark.parametrize("mode", [[], ["parallel=ddp", "data.workers=1"]], ids=["single", "ddp"])
-def test_errors_in_code_of_the_user_name_its_line(mode: list[str], given: dict[str, Any], line: str) -> None:
+def test_errors_in_code_of_the_user_name_its_line(mode, given, line):
     with pytest.raises(runner.CrashedError) as crashed:
         train([*SHORT, *mode], **({"model": Net, "data": TENSORS} | given))
     assert line_of(line) in crashed.value.result.error

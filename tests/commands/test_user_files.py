@@ -101,7 +101,7 @@ def test_a_saved_run_never_runs_its_code_unless_it_is_typed(here, capsys):
     assert verify.main([str(run), *typed[4:]]) == 0
 
 
-def test_the_command_that_resumes_a_stopped_run_names_its_files(here: Path) -> None:
+def test_the_command_that_resumes_a_stopped_run_names_its_files(here):
     code, console = run_command("workload=mine.py", *SMALL, "stop.max_time=1e-6", cwd=here)
     assert code == 75
     [line] = [line for line in console.splitlines() if line.startswith("resume: ")]

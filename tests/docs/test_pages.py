@@ -43,7 +43,7 @@ COMMANDS = sorted({" ".join(line) for text in TEXTS.values() for line in command
 
 
 @pytest.mark.parametrize("line", COMMANDS)
-def test_commands_are_runs_that_can_be_built(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_are_runs_that_can_be_built(line, monkeypatch):
     monkeypatch.chdir(ROOT / "docs" / "examples")  # where mine.py is
     words = line.removesuffix(" --cfg job").split()
     if words and words[0] == "-m":
@@ -53,7 +53,7 @@ def test_commands_are_runs_that_can_be_built(line: str, monkeypatch: pytest.Monk
         build_run(Composer().run(words).config)
 
 
-def test_every_example_is_quoted_in_full() -> None:
+def test_every_example_is_quoted_in_full():
     quotes = dict(quote for text in TEXTS.values() for quote in QUOTE.findall(text))
     files = [*(ROOT / "docs" / "examples").rglob("*.*")]
     examples = [file for file in files if file.suffix in (".py", ".yaml", ".toml") and file.name != "__init__.py"]
@@ -61,7 +61,7 @@ def test_every_example_is_quoted_in_full() -> None:
 
 
 @pytest.mark.parametrize("page", TEXTS)
-def test_targets_and_anchors_of_links_exist(page: str) -> None:
+def test_targets_and_anchors_of_links_exist(page):
     for target, anchor in LINK.findall(TEXTS[page]):
         path = (ROOT / page).parent / target if target else ROOT / page
         assert path.exists(), f"{page} links to {target}"
@@ -69,14 +69,14 @@ def test_targets_and_anchors_of_links_exist(page: str) -> None:
             assert anchor in anchors(path.read_text(encoding="utf-8")), f"{page} links to {target}#{anchor}"
 
 
-def test_the_readme_is_short_and_its_pictures_are_small() -> None:
+def test_the_readme_is_short_and_its_pictures_are_small():
     assert len(TEXTS["README.md"].splitlines()) <= 120
     pictures = list((ROOT / "docs" / "images").iterdir())
     assert {path.name for path in pictures} >= {"terminal.png", "compare.png", "verify.png"}
     assert all(path.stat().st_size < 150_000 for path in pictures)
 
 
-def test_the_file_of_the_readme_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_file_of_the_readme_trains(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     [code] = re.findall(r"^```python\n(.*?)^```$", TEXTS["README.md"], re.MULTILINE | re.DOTALL)
     Path("mine.py").write_text(code)
@@ -85,9 +85,7 @@ def test_the_file_of_the_readme_trains(tmp_path: Path, monkeypatch: pytest.Monke
     assert result.evaluation["eval/accuracy"] > 0.9
 
 
-def test_the_python_code_runs_from_top_to_bottom(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_python_code_runs_from_top_to_bottom(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     start_server(*processes.PRELOADED)  # otherwise, each block would start and stop its own server
     names: dict[str, object] = {}
