@@ -98,7 +98,10 @@ class State:
 
         Only those of rank 0 are logged. A tensor is read only then, so that the host does not wait for the device.
         """
-        self.to_log[tag] = value.detach() if isinstance(value, torch.Tensor) else value
+        is_tensor = isinstance(value, torch.Tensor)
+        if is_tensor and value.numel() != 1:  # here, where the traceback names the line of the hook
+            raise ValueError(f"log({tag!r}, …) takes one number, and not a tensor of the shape {list(value.shape)}")
+        self.to_log[tag] = value.detach() if is_tensor else float(value)
 
     def stop(self, reason: str) -> None:
         """End the run as done, on all ranks, after a checkpoint: after this step or the next one."""

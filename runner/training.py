@@ -324,6 +324,8 @@ def torch_refusals(run: Run) -> Iterator[None]:
             raise ConfigError("deterministic", True, why, remedy) from error
         if run.compile and (refusal := torch_errors.compiler_refusal(error, run.compile == "step")):
             raise ConfigError("compile", run.compile, *refusal) from error
+        if refusal := torch_errors.refusal(error):
+            raise ConfigError(*refusal) from error
         if torch_errors.is_single_value_batch_norm(error):
             why = "batch normalization would see one sample of one pixel, which has no variance"
             larger = "more samples in one forward pass (batch_size, accumulation.steps, parallel.split_size)"

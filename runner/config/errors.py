@@ -121,7 +121,8 @@ def errors_under(key: str) -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        raise ConfigError(f"{key}.{error.key}".rstrip("."), error.got, error.why, error.remedy) from None
+        inner = error.key if error.key != key else ""
+        raise ConfigError(f"{key}.{inner}".rstrip("."), error.got, error.why, error.remedy) from None
 
 
 def see_comments(component: object) -> str:

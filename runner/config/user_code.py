@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 from runner.config.errors import ABSENT, ConfigError, check, described, did_you_mean, shown
 from runner.config.overrides import hydra_quoted, override_key, override_value
+from runner.system.console import STOPPED
 
 HOOKS = {"after_step": 1, "after_evaluation": 2, "before_save": 1}
 """The functions that the training loop calls, with their numbers of arguments (see `Hooks`)."""
@@ -207,10 +208,14 @@ def _loaded(path: str) -> ModuleType:
     sys.modules[name] = module = ModuleType(name)
     module.__dict__.update(__file__=path, __source__=content)
     try:
-        exec(compile(content, path, "exec"), module.__dict__)
+        exec(compile(content, path, "exec", dont_inherit=True), module.__dict__)  # not this file's `annotations`
     except (Exception, SystemExit) as error:
         del sys.modules[name]
-        raise ConfigError("code", shown(path), f"it raises {described(error)}", "correct the file") from error
+        if isinstance(error, SystemExit) and error.code == STOPPED:  # a signal, and not the file
+            raise
+        hidden = isinstance(error, ImportError) and (error.name or "").partition(".")[0] == "models"
+        remedy = "rename what it calls models: so is a package of the runner called" if hidden else "correct the file"
+        raise ConfigError("code", shown(path), f"it raises {described(error)}", remedy) from error
     return module
 
 

@@ -75,7 +75,7 @@ def _is_pair(given: Any) -> bool:
 
 
 def _are_arrays(pair: Iterable[Any]) -> bool:
-    return all(isinstance(each, torch.Tensor | np.ndarray) for each in pair)
+    return all(hasattr(each, "__array__") for each in pair)  # of torch, NumPy and pandas
 
 
 def _indexable(given: Any) -> Any:
@@ -86,7 +86,8 @@ def _indexable(given: Any) -> Any:
     if isinstance(given, Subset) and isinstance(given.dataset, TensorDataset):
         given = tuple(tensor[list(given.indices)] for tensor in given.dataset.tensors)
     if isinstance(given, tuple) and len(given) == 2 and _are_arrays(given):
-        inputs, targets = (torch.as_tensor(each) for each in given)
+        plain = (each if isinstance(each, torch.Tensor | np.ndarray) else np.array(each) for each in given)
+        inputs, targets = map(torch.as_tensor, plain)
         why = f"there are {len(inputs)} inputs and {len(targets)} targets"
         check(0 < len(inputs) == len(targets), "", name, why, "pass one target for each input")
         return _single(inputs), targets
@@ -104,6 +105,8 @@ def _indexable(given: Any) -> Any:
             inputs, targets = default_collate(given)
         except (RuntimeError, TypeError) as error:
             raise ConfigError("", name, f"its samples cannot be stacked: {error}", "pad them to one shape") from None
+        why, remedy = "its inputs or targets are no numbers", "pass tensors, arrays or numbers"
+        check(_are_arrays((inputs, targets)), "", name, why, remedy)
         return _single(inputs), targets
     return given
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import torch
 
@@ -28,6 +29,20 @@ def nondeterministic_operation(error: BaseException) -> str:
     if "does not have a deterministic implementation" not in text and "not deterministic" not in text:
         return ""
     return text.splitlines()[0].split(". You can turn off")[0]
+
+
+def refusal(error: BaseException) -> tuple[str, Any, str, str] | None:
+    """Return the key, value, reason and remedy of a config error in place of `error`; None for other errors."""
+    if "find_unused_parameters" in str(error):
+        why = "a step does not use all parameters, and DistributedDataParallel waits for the gradient of each"
+        return "parallel.find_unused", False, why, "parallel.find_unused=true"
+    if isinstance(error, IndexError) and (target := re.fullmatch(r"Target (-?\d+) is out of bounds\.", str(error))):
+        remedy = "number the classes from 0, and let the network have an output for each; -100 is ignored"
+        return "data", int(target[1]), "the network has no output for this class", remedy
+    if "uninitialized parameter" in str(error):
+        remedy = "let the function that makes the network call it once: net(torch.zeros(1, …))"
+        return "model", "UninitializedParameter", "its lazy layers have no sizes yet", remedy
+    return None
 
 
 def compiler_refusal(error: BaseException, whole_step: bool) -> tuple[str, str] | None:

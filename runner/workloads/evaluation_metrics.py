@@ -51,7 +51,7 @@ class EvaluationMetrics:
 
         parts = sums[_KEY] if self._metrics else []
         samples = [each for part in parts for each in part["samples"]]
-        outputs, targets = (torch.cat([each[i].to(device) for each in samples]) for i in (0, 1)) if samples else (0, 0)
+        outputs, targets = (_joined([each[i] for each in samples], device) for i in (0, 1)) if samples else (0, 0)
         values = {}
         for name, metric in self._metrics.items():
             with torch.inference_mode(), warnings.catch_warnings(record=True) as said:
@@ -89,9 +89,9 @@ class Tally:
         self._keeps_samples = len(self._merged) < len(metrics)
         self._samples: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def update(self, outputs: torch.Tensor, targets: torch.Tensor) -> None:
+    def update(self, outputs: Any, targets: torch.Tensor) -> None:
         """Count samples: their outputs and targets, [n, …] each, as the metrics take them."""
-        with torch.autocast(outputs.device.type, enabled=False):
+        with torch.autocast(targets.device.type, enabled=False):
             for metric in self._merged.values():
                 metric.update(outputs, targets)
         if self._keeps_samples:
@@ -101,6 +101,15 @@ class Tally:
         """Return what `EvaluationMetrics.compute` needs of this process, as an item of the metric sums."""
         states = {name: metric.metric_state for name, metric in self._merged.items()}
         return {_KEY: [{"states": states, "samples": self._samples}]} if states or self._keeps_samples else {}
+
+
+def _joined(parts: list[Any], device: torch.device) -> Any:
+    """Return the outputs of all samples, given those of batches: tensors, or dicts, lists and tuples of them."""
+    if isinstance(parts[0], torch.Tensor):
+        return torch.cat([each.to(device) for each in parts])
+    if isinstance(parts[0], Mapping):
+        return {key: _joined([each[key] for each in parts], device) for key in parts[0]}
+    return tuple(_joined(list(each), device) for each in zip(*parts, strict=True))
 
 
 _MERGED = {"dim_zero_sum", "dim_zero_cat", "dim_zero_max", "dim_zero_min"}

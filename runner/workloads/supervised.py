@@ -216,6 +216,8 @@ def _sorted_names(signature: Mapping[str, Any]) -> dict[str, Any]:
 
 def comparable(outputs: Any, targets: torch.Tensor) -> tuple[Any, torch.Tensor]:
     """Return floating-point outputs and targets in float32, or in float64 if the outputs are: 16 bits are too few."""
+    if not targets.is_floating_point() and targets.dtype != torch.bool:
+        targets = targets.long()  # losses take no other integers
     if not isinstance(outputs, torch.Tensor) or not outputs.is_floating_point():
         return outputs, targets
     dtype = torch.promote_types(outputs.dtype, torch.float32)

@@ -101,6 +101,9 @@ class UserWorkload(DataWorkload[Samples]):
         return super().saved_model(signature)
 
     def criterion(self, outputs: Any, targets: torch.Tensor) -> torch.Tensor:
+        fits = isinstance(outputs, torch.Tensor) or self._loss not in (_cross_entropy, _mean_squared_error)
+        why = f"it returns a {type(outputs).__name__}, and the default loss is that of a tensor"
+        check(fits, "model", ABSENT, why, "return a tensor, or pass a loss")
         loss = self._loss(*comparable(outputs, targets))
         found = list(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
         is_scalar = isinstance(loss, torch.Tensor) and loss.dim() == 0
@@ -166,7 +169,8 @@ def _first(samples: Samples) -> Batch:
 def _cross_entropy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     fits = outputs.dim() > 1 and targets.shape == (*outputs.shape[:1], *outputs.shape[2:])
     _check_shapes(fits, outputs, targets, "class indices [n, …] need outputs [n, num_classes, …]")
-    return cross_entropy(outputs, targets)
+    # Not the mean, which depends on how a batch is divided if some targets are -100, and ignored.
+    return cross_entropy(outputs, targets.long(), reduction="sum") / targets.numel()
 
 
 def _mean_squared_error(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -180,4 +184,4 @@ def _check_shapes(fits: bool, outputs: torch.Tensor, targets: torch.Tensor, why:
 
 
 def _accuracy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return outputs.argmax(1) == targets
+    return (outputs.argmax(1) == targets)[targets != -100]
