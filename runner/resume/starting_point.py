@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import shutil
@@ -124,7 +123,8 @@ def _unwritable(key: str, path: Path, error: OSError) -> ConfigError:
 def _beginning(claim: Claim, run: Run, overrides: list[str]) -> Callable[[], None]:
     """Return `Claim.begin`, which can be pickled, for a session that has steps to do."""
     code = user_code.given().hashes()
-    if claim.has_run and (before := saved_code(claim.path)):
+    before = run_directory.read_environment(claim.path).get("code")
+    if claim.has_run and isinstance(before, dict) and before:
         for file in [file for file, sha256 in code.items() if sha256 not in before.values()]:
             log.warning("%s has changed since the last session of this run", file)
     about = json_text({"began": datetime.now(UTC).isoformat(), **environment(), "code": code})
@@ -134,15 +134,6 @@ def _beginning(claim: Claim, run: Run, overrides: list[str]) -> Callable[[], Non
     files |= saved_run.config_files(claim.path, run.config, redacted_values([*earlier, *overrides]))
     key = "resume" if claim.has_run else "output_root"
     return partial(_begin, claim.path, files, named_checkpoint(run.resume), key)
-
-
-def saved_code(path: Path) -> dict[str, Any]:
-    """Return the SHA-256 of the user's files by path, as of the last session in a run directory; empty if unknown."""
-    with suppress(OSError, ValueError, RecursionError):
-        about = json.loads(read_regular(path / run_directory.ENVIRONMENT, run_directory.MAX_BYTES))
-        found = about.get("code") if isinstance(about, dict) else None
-        return found if isinstance(found, dict) else {}
-    return {}
 
 
 def _begin(path: Path, files: Mapping[Path, bytes], named: Path | None, key: str) -> None:

@@ -171,6 +171,14 @@ def read_result(directory: Path) -> dict[str, Any]:
     return result
 
 
+def read_environment(directory: Path) -> dict[str, Any]:
+    """Return the content of the run's `environment.json`, which may be anything; empty if it is no JSON object."""
+    with suppress(OSError, ValueError, RecursionError):
+        found = json.loads(read_regular(directory / ENVIRONMENT, MAX_BYTES))
+        return found if isinstance(found, dict) else {}
+    return {}
+
+
 def step_name(step: int) -> str:
     """Return the directory name of the checkpoint that is saved after step `step`."""
     return f"step_{step:08d}"

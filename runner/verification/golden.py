@@ -6,7 +6,6 @@ and what its checkpoint says of the samples are read, and nothing is written to 
 
 from __future__ import annotations
 
-import json
 import math
 import tempfile
 from collections.abc import Callable, Mapping
@@ -20,8 +19,7 @@ from runner.config import user_code
 from runner.config.errors import ABSENT, ConfigError
 from runner.parallel.collectives import Collectives
 from runner.run import Run, build_run
-from runner.storage.files import read_regular
-from runner.storage.run_directory import ENVIRONMENT, MAX_BYTES
+from runner.storage.run_directory import ENVIRONMENT, read_environment
 from runner.system.provenance import environment
 from runner.tracking.event_file import EventReader
 from runner.tracking.metrics import DivergedError
@@ -196,14 +194,11 @@ def _points(then: Curves, now: Curves, nudged: list[Curves], last_step: int) -> 
 
 def changes(directory: Path) -> list[str]:
     """Return in what the environment of a recorded run, as far as it can be read, differs from the present one."""
-    try:
-        then = json.loads(read_regular(directory / ENVIRONMENT, MAX_BYTES))
-    except (OSError, ValueError, RecursionError):
+    if not (then := read_environment(directory)):
         return [f"{ENVIRONMENT} cannot be read"]
     now, lines = environment() | {"code": user_code.given().hashes()}, []
     for part in ("source", "code", "versions", "variables", "cpu", "devices"):
-        found = then.get(part) if isinstance(then, dict) else None
-        before, today = (each if isinstance(each, dict) else {"": each} for each in (found, now[part]))
+        before, today = (each if isinstance(each, dict) else {"": each} for each in (then.get(part), now[part]))
         for key in dict.fromkeys((*today, *before)):
             if before.get(key) != today.get(key):
                 name = f"{part}.{key}".rstrip(".")
