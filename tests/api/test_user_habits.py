@@ -72,8 +72,7 @@ def test_ignored_targets_count_neither_in_gradients_nor_in_the_accuracy():
     result, whole = trained("precision=64", data=((x, y), (v, w)))
     parts = trained("precision=64", "accumulation=2", data=((x, y), (v, w)))[1]
     assert largest_difference(parts, whole) < 1e-13
-    model = net().double()
-    model.load_state_dict(whole)
+    (model := net().double()).load_state_dict(whole)
     outputs, targets = model(torch.from_numpy(v).float().double()), torch.from_numpy(w)
     loss = cross_entropy(outputs, targets, reduction="sum").item() / 21
     right = (outputs.argmax(1) == targets).sum().item() / 14
@@ -84,14 +83,11 @@ def test_ignored_targets_count_neither_in_gradients_nor_in_the_accuracy():
 def test_outputs_may_be_a_dict_and_parameters_unused(mode):
     wanted, weights = trained(model=Net)
     loss = lambda outputs, targets: cross_entropy(outputs["logits"], targets)  # noqa: E731
-    metrics = {
-        "accuracy": lambda outputs, targets: outputs["logits"].argmax(1) == targets,
-        "inputs": lambda outputs, targets: outputs["more"][0].sum(),
-    }
+    right = lambda outputs, targets: outputs["logits"].argmax(1) == targets  # noqa: E731
+    metrics = {"accuracy": right, "inputs": lambda outputs, targets: outputs["more"][0].sum()}
     result, same = trained(*mode, model=Dict, loss=loss, metrics=metrics)
     assert largest_difference(same, weights) < 1e-6
-    assert result.evaluation["eval/accuracy"] == pytest.approx(wanted.evaluation["eval/accuracy"])
-    assert result.evaluation["eval/inputs"] == pytest.approx(rows(21)[0].sum(), rel=1e-5)
+    assert result.evaluation == pytest.approx(wanted.evaluation | {"eval/inputs": rows(21)[0].sum()}, rel=1e-5)
 
 
 @pytest.mark.cases(
@@ -126,7 +122,5 @@ def test_files_are_compiled_as_they_are_and_may_not_hide_packages(tmp_path):
     with using(passed(["model=hides.py"])), pytest.raises(ConfigError) as refused:
         find("model")
     assert "models" in refused.value.remedy
-    (tmp_path / "script.py").write_text("import runner\nrunner.load\n")
-    environment = {**python_path(), "PYTHONSAFEPATH": ""}
-    done = subprocess.run([sys.executable, "script.py"], env=environment, capture_output=True, text=True, check=False)
-    assert "rename" in done.stderr.splitlines()[-1]
+    command, environment = [sys.executable, "-c", "import runner; runner.load"], {**python_path(), "PYTHONSAFEPATH": ""}
+    assert "rename" in subprocess.run(command, env=environment, capture_output=True, text=True, check=False).stderr
