@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import logging
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -13,6 +14,8 @@ from runner.config import user_code
 from runner.config.errors import ABSENT, check
 from runner.model.base import Model
 from runner.seeds import seeded
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -30,7 +33,7 @@ class UserModel(Model):
         given, sizes = user_code.find("model"), {"shape": shape, "num_classes": num_classes}
         check(given is not None, "", ABSENT, "no network is given", "model=FILE.py:NAME, or define model in the file")
         if isinstance(given, torch.nn.Module):
-            return copy.deepcopy(given).cpu()
+            return _plain(copy.deepcopy(given).cpu())
         check(callable(given), "", given, "it is neither a module nor a class or function that makes one", "pass one")
         with user_code.errors_of("model"), seeded(torch.initial_seed()):
             free = required(given)
@@ -39,12 +42,19 @@ class UserModel(Model):
             check({*free} <= {*sizes}, "", user_code.given().names().get("model"), why, remedy)
             model = given(**{name: sizes[name] for name in free})
         check(isinstance(model, torch.nn.Module), "", type(model).__name__, "it is no torch.nn.Module", "return one")
-        return model
+        return _plain(model)
 
     def needs_sizes(self) -> bool:
         """Return whether the network depends on the data."""
         given = user_code.find("model")
         return callable(given) and not isinstance(given, torch.nn.Module) and bool(required(given))
+
+
+def _plain(model: torch.nn.Module) -> torch.nn.Module:
+    if (plain := getattr(model, "_orig_mod", None)) is None:
+        return model
+    log.warning("model: what torch.compile made is used uncompiled, under its own names of weights; set compile=true")
+    return plain
 
 
 def required(function: Any) -> list[str]:

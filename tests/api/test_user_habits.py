@@ -90,6 +90,11 @@ def test_outputs_may_be_a_dict_and_parameters_unused(mode):
     assert result.evaluation == pytest.approx(wanted.evaluation | {"eval/inputs": rows(21)[0].sum()}, rel=1e-5)
 
 
+def test_a_compiled_network_saves_weights_under_its_own_names():
+    for given in (torch.compile(net()), lambda: torch.compile(net())):
+        assert trained(model=given)[1].keys() == net().state_dict().keys()
+
+
 @pytest.mark.cases(
     ([], {"model": Dict}, "model"),
     ([], {"model": lambda: nn.Sequential(nn.LazyLinear(3))}, "model"),
