@@ -159,7 +159,8 @@ def record(run: Run, session: Session, directory: Path) -> Steps:
     num_passes = plan.accumulation * plan.chunks
     num_passes *= 1 if getattr(run.parallel, "sync_batch_norm", False) else plan.num_data_ranks
     normalizes = any(isinstance(module, torch.nn.modules.batchnorm._BatchNorm) for module in state.model.modules())
-    reasons = {_BATCH_NORM: normalizes and num_passes > 1, _RANDOM_NUMBERS: draws}
+    other_draws = num_passes > 1 or session.world_size > 1 or run.compile or session.devices[1:]
+    reasons = {_BATCH_NORM: normalizes and num_passes > 1, _RANDOM_NUMBERS: draws and bool(other_draws)}
     expected = "\n".join(text for text, holds in reasons.items() if any(collectives.all_gather(holds)))
 
     of_shards: list[tuple[Any, list[list[str]]]] = []  # once for each shard, which several ranks may have

@@ -257,6 +257,13 @@ def test_verify_finds_a_hook_that_changes_weights_or_gradients():
         assert next(iter(hook)) in str(found)
     evaluation = runner.verify(CPU, **given, after_evaluation=lambda state, metrics: shrinks(state))
     assert evaluation.verdict == 1
+    draws = nn.Sequential(nn.Dropout(0.5), nn.Linear(5, 3), nn.Dropout(0.5))
+    for words, is_excused in ((CPU, False), (["accumulation=2", *CPU], True)):  # the same numbers are drawn, and others
+        found = runner.verify(
+            words, model=draws, data=TENSORS, after_step=lambda state: state.model[1].bias.data.neg_()
+        )
+        assert found.verdict == 1, str(found)
+        assert ("dropout" in str(found)) is is_excused, str(found)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
