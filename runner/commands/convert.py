@@ -3,7 +3,8 @@
 The format of the written weights does not depend on the parallel mode: `model.weights=DESTINATION` starts a run in any
 mode from these weights, and other programs can load them. If the run averages its weights, these are the averages.
 Reading SOURCE never executes code that is hidden in it, and the hashes of a checkpoint are verified before it is read.
-If DESTINATION is a .pt2 or .onnx file, the model of a run is exported as a program instead.
+If DESTINATION is a .pt2 or .onnx file, the model of a run is exported as a program instead. If the run was trained with
+code of your own, this needs it: workload=mine.py, for example.
 """
 
 from __future__ import annotations
@@ -20,11 +21,13 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save as safetensors_bytes
+from torch.utils._pytree import tree_leaves
 
 from runner.analysis.output import check_writable
 from runner.api.saved import SavedRun, load
 from runner.commands.arguments import Parser, command
-from runner.config.errors import ConfigError, check
+from runner.config import user_code
+from runner.config.errors import ABSENT, ConfigError, check
 from runner.config.overrides import text_override
 from runner.model.weights import read_weights
 from runner.storage.checkpoint import SIGNATURE
@@ -32,6 +35,7 @@ from runner.storage.files import check_readable, write_bytes
 from runner.storage.manifest import MANIFEST
 from runner.system.console import DONE
 from runner.system.import_path import is_installed
+from runner.workloads.supervised import DataWorkload
 
 _WEIGHTS = (".safetensors", ".pt", ".pth")
 
@@ -39,7 +43,7 @@ _WEIGHTS = (".safetensors", ".pt", ".pth")
 @command
 def main(arguments: Sequence[str] | None) -> int:
     """Write the file that the command line names, and print what it has."""
-    parser = Parser("convert", __doc__)
+    parser = Parser("convert", __doc__, overrides=True, config_dir=False)
     parser.add_argument("source", metavar="SOURCE", help="a run directory, or a file of weights")
     formats = "weights: a .safetensors file, or a state dict as .pt or .pth; the model as a program: .pt2 or .onnx"
     parser.add_argument("destination", metavar="DESTINATION", help=formats)
@@ -57,7 +61,9 @@ def main(arguments: Sequence[str] | None) -> int:
     in_checkpoint, elsewhere = (path.parent / MANIFEST).exists(), "write it elsewhere: a checkpoint must not change"
     check(not in_checkpoint, "DESTINATION", destination, "it is inside a checkpoint", elsewhere)
     check(options.force or not path.exists(), "DESTINATION", destination, "it already exists", "--force replaces it")
-    is_program = path.suffix in PROGRAMS
+    is_program, words = path.suffix in PROGRAMS, options.overrides
+    why = "weights are copied without the config, and only a run is exported"
+    check(is_program or not words, " ".join(words), ABSENT, why, "leave it out, or name a .pt2 or .onnx file")
     check(not (is_program and options.module_prefix), "--module-prefix", True, "a program has no names", "leave it out")
 
     check_readable("SOURCE", file)
@@ -68,7 +74,7 @@ def main(arguments: Sequence[str] | None) -> int:
         checkpoint = run.checkpoint(choice or "best")
         step = int(checkpoint.name.removeprefix("step_"))
         if is_program:
-            _export_program(run, step, path)
+            _export_program(run, step, path, words)
             print(f"{path}: the model of {checkpoint}; its outputs were compared")
             return DONE
         tensors, signature, origin = run.weights(step), run.signature(step), f"{checkpoint}, after step {step}"
@@ -111,23 +117,37 @@ _TOLERANCE = 1e-5
 """The largest accepted difference between outputs of program and model, relative to the largest output if above 1."""
 
 
-def _export_program(run: SavedRun, step: int, path: Path) -> None:
-    """Export the model of a checkpoint as a program for float32 inputs of shape [n, …], normalized as in evaluation."""
+def _export_program(run: SavedRun, step: int, path: Path, overrides: Sequence[str]) -> None:
+    """Export the model of a checkpoint as a program for inputs of shape [n, …], normalized as in evaluation.
+
+    The inputs are float32; those of a user's data set are as in its first samples.
+    """
     can_export = path.suffix != ".onnx" or (is_installed("onnx") and is_installed("onnxscript"))
     why, remedy = "onnx and onnxscript are not both installed", "pip install onnx onnxscript, or name a .pt2 file"
     check(can_export, "DESTINATION", str(path), why, remedy)
-    signature = run.signature(step)
-    why = "its checkpoint does not say what the inputs are"
-    check("inputs" in signature, "SOURCE", str(run.directory), why, "name a run of a classifier or a regression")
-    model = run.model(step)
-    inputs = torch.rand(3, *signature["inputs"], generator=torch.Generator().manual_seed(0))
+    signature, saved = run.signature(step), run.on_one_device(step, overrides)
+    user_code.check_given(saved.code, saved.resume)
+    if "inputs" in signature:
+        inputs = torch.rand(3, *signature["inputs"], generator=torch.Generator().manual_seed(0))
+    else:
+        workload = saved.workload
+        why, remedy = "its checkpoint does not say what the inputs are", "name a run of supervised learning"
+        check(isinstance(workload, DataWorkload), "SOURCE", str(run.directory), why, remedy)
+        workload.prepare()
+        inputs = next(workload.train.in_order(3, (0, 1), torch.device("cpu"))).inputs
+        workload.close()
+        signature["inputs"] = list(inputs.shape[1:])
+    model = run.model(step, overrides)
+    if inputs.is_floating_point():  # precision=64
+        inputs = inputs.to(next((each.dtype for each in model.parameters()), torch.float32))
     part = path.with_name(f".{os.getpid()}.part{path.suffix}")
     try:
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's exporters warn about their own internals
             wanted = model(inputs)
             outputs = PROGRAMS[path.suffix](model, inputs, json.dumps(signature), part)
-        difference = float((outputs - wanted).abs().max() / wanted.abs().max().clamp(min=1))
+        pairs = zip(tree_leaves(outputs), tree_leaves(wanted), strict=True)
+        difference = max(float((one - other).abs().max() / other.abs().max().clamp(min=1)) for one, other in pairs)
         why = f"its outputs differ from those of the model by {difference:.2g}"
         check(difference <= _TOLERANCE, "DESTINATION", str(path), why, "write the weights: .safetensors or .pt")
         os.replace(part, path)
@@ -141,7 +161,7 @@ def _export_program(run: SavedRun, step: int, path: Path) -> None:
             part.unlink(missing_ok=True)
 
 
-def _export_torch(model: torch.nn.Module, inputs: torch.Tensor, signature: str, path: Path) -> torch.Tensor:
+def _export_torch(model: torch.nn.Module, inputs: torch.Tensor, signature: str, path: Path) -> Any:
     """Write a program of `torch.export` with `signature` to `path`, load it again, and return its outputs.
 
     https://docs.pytorch.org/docs/stable/export.html
@@ -151,7 +171,7 @@ def _export_torch(model: torch.nn.Module, inputs: torch.Tensor, signature: str, 
     return torch.export.load(path).module()(inputs)
 
 
-def _export_onnx(model: torch.nn.Module, inputs: torch.Tensor, signature: str, path: Path) -> torch.Tensor:
+def _export_onnx(model: torch.nn.Module, inputs: torch.Tensor, signature: str, path: Path) -> list[torch.Tensor]:
     """Write an ONNX model with `signature` to `path`, and return its outputs, computed by ONNX's reference evaluator.
 
     https://docs.pytorch.org/docs/stable/onnx.html
@@ -164,7 +184,7 @@ def _export_onnx(model: torch.nn.Module, inputs: torch.Tensor, signature: str, p
     program.model.metadata_props[SIGNATURE] = signature
     program.save(path)
     outputs: Any = ReferenceEvaluator(str(path)).run(None, {"inputs": inputs.numpy()})
-    return torch.from_numpy(outputs[0])
+    return [torch.from_numpy(each) for each in outputs]
 
 
 PROGRAMS = {".pt2": _export_torch, ".onnx": _export_onnx}

@@ -65,7 +65,7 @@ class UserCode:
         names = {part: name for part, name in self.names().items() if part in self.objects}
         groups = [part for part in ("model", "data") if part in names]
         groups += ["workload"] if {"data", "loss", "metrics"} & {*names} else []
-        called = [f"name={_plain(names['model'].rpartition('.')[2])}"] if {"model", "workload"} <= {*groups} else []
+        called = [f"name='{_plain(names['model'].rpartition('.')[2])}'"] if {"model", "workload"} <= {*groups} else []
         chosen = [*(f"{group}=_user" for group in groups), *called] if is_new else []
         return [*chosen, *(f"++code.{part}={hydra_quoted(name)}" for part, name in names.items()), *overrides]
 
@@ -149,7 +149,7 @@ def expanded(overrides: Iterable[str], is_new: bool) -> Iterator[str]:
                 if group == "data" and "workload" not in chosen:
                     yield "workload=_user"
                 if "name" not in chosen and group != "model":
-                    yield f"name={_plain(Path(file.path).stem)}"
+                    yield f"name='{_plain(Path(file.path).stem)}'"  # a text, though it may be nan or true
         if not files:
             yield word
 

@@ -149,7 +149,7 @@ class UserWorkload(DataWorkload[Samples]):
             float(self.criterion(outputs[rows], targets[rows])) for rows in (slice(n), slice(half), slice(half, n))
         )
         mean = (half * parts[0] + (n - half) * parts[1]) / n
-        if not math.isclose(whole, mean, rel_tol=1e-4, abs_tol=1e-7):
+        if math.isfinite(whole) and math.isfinite(mean) and not math.isclose(whole, mean, rel_tol=1e-4, abs_tol=1e-7):
             text = (
                 "the loss of %d samples is %.6g, but the mean over its halves %.6g: it is not a mean over samples, and "
             )

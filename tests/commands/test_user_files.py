@@ -7,13 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from helpers.command import ROOT, run_command
 from helpers.plain_loop import largest_difference, weights_at
 from helpers.runs import assert_checkpoint_bitwise_equal, checkpoint_tensors, only_run
+from torch.utils._pytree import tree_leaves
 
 import runner
-from runner.commands import evaluate, verify
-from runner.config.user_code import UserCode, using
+from runner.commands import convert, evaluate, verify
+from runner.config.user_code import UserCode, find, passed, using
 
 SMALL = ("device=cpu", "device.threads=1", "steps=4", "save_every=2", "batch_size=16", "log_every=1")
 
@@ -27,6 +29,27 @@ def narrow():
 
 def wide():
     return nn.Sequential(nn.Linear(13, 64), nn.ReLU(), nn.Linear(64, 3))
+"""
+
+
+TOKENS = """
+import torch
+from torch import nn
+
+class model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.last = nn.Embedding(6, 4), nn.Linear(4, 2)
+
+    def forward(self, x):
+        return {"logits": self.last(self.table(x).mean(1))}
+
+def data():
+    x = torch.arange(180).view(60, 3) % 6
+    return x, (x[:, 0] > 2).long()
+
+def loss(outputs, targets):
+    return nn.functional.cross_entropy(outputs["logits"], targets)
 """
 
 
@@ -101,6 +124,25 @@ def test_a_saved_run_never_runs_its_code_unless_it_is_typed(here, capsys):
     assert verify.main([str(run), *typed[4:]]) == 0
 
 
+def test_a_network_is_exported_with_its_file(here, capsys):
+    (here / "tokens.py").write_text(TOKENS)
+    for file, inputs in {"mine.py": torch.randn(5, 13), "tokens.py": torch.tensor([[1, 2, 5], [0, 3, 3]])}.items():
+        result = train([f"workload={file}", *SMALL, "precision=64"])
+        words = [str(result.directory), f"{file}.pt2"]
+        assert convert.main(words) == 2
+        assert f"type: … workload={file}" in capsys.readouterr().err
+        assert convert.main([*words, f"workload={file}"]) == 0
+        inputs = inputs.double() if inputs.is_floating_point() else inputs
+        program = torch.export.load(f"{file}.pt2").module()
+        with using(passed([f"model={file}"])):
+            model = find("model")().double()
+        model.load_state_dict(weights_at(result.directory, 4))
+        for batch in (inputs, inputs[:1]):
+            for outputs, wanted in zip(tree_leaves(program(batch)), tree_leaves(model(batch)), strict=True):
+                torch.testing.assert_close(outputs, wanted)
+    assert convert.main([str(result.directory), "weights.pt", "workload=tokens.py"]) == 2
+
+
 def test_the_command_that_resumes_a_stopped_run_names_its_files(here):
     code, console = run_command("workload=mine.py", *SMALL, "stop.max_time=1e-6", cwd=here)
     assert code == 75
@@ -144,6 +186,14 @@ def test_mistakes_in_a_file_are_refused_with_its_line(here):
             train([*words, *SMALL])
         assert all(text in str(mistake.value) for text in texts), mistake.value
     assert not (here / "outputs").exists()
+
+
+def test_names_of_files_are_texts(here):
+    for name in ("nan", "true", "null", "1e3"):
+        shutil.copy("mine.py", f"{name}.py")
+        assert train([f"workload={name}.py", *SMALL, "steps=1"]).directory.parent.name == name
+    succeeds(here, "-m", "workload=null.py", *SMALL, "steps=1", "seed=0,1")
+    assert len([*here.glob("outputs/sweeps/null/*/*/result.json")]) == 2
 
 
 def test_a_sweep_trains_networks_of_a_file(here):
