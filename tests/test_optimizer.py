@@ -129,9 +129,10 @@ def test_decay_norms_false_exempts_norms_and_biases_unless_a_pattern_matches():
     ({"layer_decay": 0.5}, "optimizer.layer_decay", 0.5),
 )
 def test_groups_without_parameters_are_refused(options, key, got):
-    """`layer_decay` is refused, too, because the network lists no blocks."""
+    """`layer_decay` is refused, too, if the network lists no blocks."""
+    model = torch.nn.ModuleDict({"0": torch.nn.Linear(5, 7), "2": torch.nn.Linear(7, 3)})
     with pytest.raises(ConfigError) as refused:
-        groups_of(**options)
+        SGD(lr=0.1, **options).parameter_groups(model)
     assert (refused.value.key, refused.value.got) == (key, got)
 
 

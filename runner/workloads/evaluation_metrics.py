@@ -91,8 +91,8 @@ class Tally:
 
     def update(self, outputs: Any, targets: torch.Tensor) -> None:
         """Count samples: their outputs and targets, [n, …] each, as the metrics take them."""
-        with torch.autocast(targets.device.type, enabled=False):
-            for metric in self._merged.values():
+        for metric in self._merged.values():
+            with torch.autocast(targets.device.type, enabled=False):
                 metric.update(outputs, targets)
         if self._keeps_samples:
             self._samples.append((outputs, targets))

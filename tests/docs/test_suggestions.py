@@ -54,13 +54,15 @@ def test_messages_name_keys_and_options_that_exist():
         group: {key for option in names for key in option_keys(group, option)} for group, names in groups().items()
     }
     for path, texts in {**messages(), "names of other libraries": list(NAMES)}.items():
-        for group, key, value in re.findall(r"(?<![\w./-])([a-z_]+)((?:\.[a-z_]+)*)=([\w\[]*)", "\n".join(texts)):
+        for group, key, value in re.findall(
+            r"(?<![\w./-])([a-z_]+)((?:\.[a-z_]+)*)=([\w\[]*(?:\.py)?)", "\n".join(texts)
+        ):
             options = groups().get(group, [])
             if key and options:
                 is_wrong = key[1:].partition(".")[0] not in known[group]
             else:
                 is_option = bool(options) and group in root_keys() and value.isidentifier() and value.islower()
-                is_wrong = not key and is_option and value not in options
+                is_wrong = not key and is_option and value not in (*options, "_user")
             wrong += [(path, f"{group}{key}={value}")] * is_wrong
     assert wrong == []
 
