@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from runner.config import user_code
+from runner.config.errors import ConfigError
 from runner.device import BusyMachine, flops_per_second
 from runner.parallel.session import Session
 from runner.result import Result
@@ -138,7 +139,8 @@ class State:
         checkpoint = self.checkpoints.latest(last_step)
         if checkpoint is None:
             if self.run.resume != "never":
-                log.info("there is no checkpoint to resume from: the run starts at step 1")
+                what = "unfinished run with these options" if self.run.resume == "auto" else "checkpoint"
+                log.info("there is no %s to resume from: the run starts at step 1", what)
             return
         saved, workload = saved_signature(self.checkpoints.root / step_name(checkpoint.step)), self.run.workload
         workload.continue_with(saved)  # with its normalization of the data
@@ -177,6 +179,11 @@ class State:
                 raise
             log.debug("the checkpoint cannot be loaded", exc_info=error)
             path = self.checkpoints.root / step_name(checkpoint.step)
+            names = user_code.given().names()
+            if name := names.get("model") or names.get("workload"):
+                why = f"its network is not that of {path}, or that is not what a run writes: {error}"
+                remedy = "give the network with which the run was trained, or start a new run"
+                raise ConfigError("model", name, why, remedy) from None
             raise untrusted(path, f"the hashes are correct, but the content is not: {error}") from None
 
     def _load(self, checkpoint: Checkpoint) -> None:

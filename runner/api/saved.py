@@ -264,4 +264,5 @@ def _check_fits(model: torch.nn.Module | None, weights: Mapping[str, torch.Tenso
     found = {name: tensor.shape for name, tensor in weights.items()}
     others = sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
     why = f"its tensors are not those of the network in its config ({', '.join(others[:3])})"
-    check(not others, "checkpoint", str(path), why, "choose another checkpoint of the run")
+    remedy = "choose another checkpoint of the run, or give the network with which it was trained, if it is your own"
+    check(not others, "checkpoint", str(path), why, remedy)

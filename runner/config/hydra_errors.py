@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Collection, Mapping
 
@@ -46,6 +47,8 @@ def _no_such_option(error: Exception) -> ConfigError | None:
         if found := re.fullmatch(pattern, f"{group}={option}"):
             remedy = instead.format(*found.groups())
             break
+    if os.path.isfile(f"{option}.py"):
+        remedy = f"for the file: {group}={option}.py"
     if names == ["default"]:  # there is nothing to choose in this group
         keys = ", ".join(f"{group}.{key}" for key in sorted(option_keys(group, "default")))
         command = option_files()[group]["default"].read_text(encoding="utf-8").partition("\n")[0]

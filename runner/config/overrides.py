@@ -83,6 +83,7 @@ def checked_override(word: str) -> str:
     if not match and not _DELETION.fullmatch(word):
         examples = [f"{word}={option}" for option in groups().get(word, [])]
         examples = examples or [f"{group}={word}" for group, options in groups().items() if word in options]
+        examples = [f"workload={word}"] if word.endswith(".py") else examples
         why = "it is a path" if os.path.exists(word) else "there is no such key or run"
         why = "it has no value" if word.partition(".")[0] in root_keys() else why
         remedy = f"type KEY=VALUE, without spaces around the =: {', '.join(examples) or 'seed=1'}"

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import logging
 import os
 import pickle
 import re
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -23,6 +24,8 @@ from typing import Any, NamedTuple
 from runner.config.errors import ABSENT, ConfigError, check, described, did_you_mean, shown
 from runner.config.overrides import hydra_quoted, override_key, override_value
 from runner.system.console import STOPPED
+
+log = logging.getLogger(__name__)
 
 HOOKS = {"after_step": 1, "after_evaluation": 2, "before_save": 1}
 """The functions that the training loop calls, with their numbers of arguments (see `Hooks`)."""
@@ -55,9 +58,13 @@ class UserCode:
         return objects | {group: file.typed for group, file in self.files.items()}
 
     def hashes(self) -> dict[str, str]:
-        """Return the SHA-256 of each file by path."""
+        """Return the SHA-256 of each file by path, and of the source of each class and function by part and name."""
         paths = sorted({file.path for file in self.files.values()})
-        return {shown(path): hashlib.sha256(Path(path).read_bytes()).hexdigest() for path in paths}
+        contents = {shown(path): Path(path).read_bytes() for path in paths}
+        for part, value in self.objects.items():
+            with suppress(OSError, TypeError):  # for example, of what is typed in a console
+                contents[f"{part}={_name(value)}"] = inspect.getsource(value).encode()
+        return {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
 
     def added_to(self, overrides: Sequence[str]) -> list[str]:
         """Return `overrides` after those that name the `objects` and, in a new run, choose the options for them."""
@@ -125,6 +132,11 @@ def typed_files(overrides: Iterable[str]) -> dict[str, File]:
             check(not name or group != "workload", group, found[0], why, remedy)
             files[group] = File(os.path.normpath(found[1]) + f":{name}" * bool(name), path, name)
     return files
+
+
+def is_generated(override: str) -> bool:
+    """Return whether nobody typed an override: it stands for code that is given."""
+    return override.startswith("++code.") or override in [f"{group}=_user" for group in _GROUPS]
 
 
 def is_file(override: str) -> bool:
@@ -262,7 +274,27 @@ def hooks() -> Hooks:
         except TypeError:
             why, remedy = "it is not a function of these arguments", f"def {name}({', '.join(arguments)}): …"
             raise ConfigError(name, _name(hook), why, remedy) from None
-    return Hooks(**found)
+    return Hooks(**{name: _watched(name, hook) for name, hook in found.items()})
+
+
+def _watched(name: str, hook: Callable[..., object]) -> Callable[..., object]:
+    """Return `hook`, with a warning once it sets a learning rate, which the next step would undo in silence."""
+    has_warned = False
+
+    def rates(state: Any) -> list[tuple[Any, int]]:
+        found = [group["lr"] for group in state.optimizer.param_groups]
+        return [(id(rate), rate._version) if hasattr(rate, "_version") else (rate, 0) for rate in found]  # of tensors
+
+    def watched(state: Any, *more: Any) -> None:
+        nonlocal has_warned
+        before = [] if has_warned else rates(state)
+        hook(state, *more)
+        if before and rates(state) != before:
+            has_warned = True
+            text = "%s has set the learning rate, which the schedule sets before each step: this has no effect; "
+            log.warning(text + "use optimizer.lr=… and schedule=…", name)
+
+    return watched
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -125,8 +125,8 @@ def _beginning(claim: Claim, run: Run, overrides: list[str]) -> Callable[[], Non
     code = user_code.given().hashes()
     before = run_directory.read_environment(claim.path).get("code")
     if claim.has_run and isinstance(before, dict) and before:
-        for file in [file for file, sha256 in code.items() if sha256 not in before.values()]:
-            log.warning("%s has changed since the last session of this run", file)
+        for name in [name for name, sha256 in code.items() if before.get(name, sha256) != sha256]:
+            log.warning("%s has changed since the last session of this run", name)
     about = json_text({"began": datetime.now(UTC).isoformat(), **environment(), "code": code})
     typed = set(map(override_key, overrides))
     earlier = [text for text in saved_run.saved_overrides(claim.path) if override_key(text) not in typed]
@@ -209,6 +209,8 @@ def _check_named(run: Run, session: Session, path: Path, source: str) -> None:
         remedy = f"choose from: {names}" if names else "it has none: resume its run directory, or start a new run"
         raise ConfigError("resume", source, "there is no such checkpoint", remedy)
     check_resumable(saved.values, run.config, source)
+    if other := [each for each in differences(saved.values, run.config) if each.key.startswith("code.")]:
+        log.warning("the code has another name than in the last session: %s", "; ".join(map(str, other)))
     newest, result = run_directory.newest_step(path), run_directory.read_result(path)
     finished = result["steps"] if result.get("status") == "done" else 0
     done = max(newest, finished) if checkpoint is None else run_directory.step_of(checkpoint) or 0

@@ -16,6 +16,7 @@ from typing import IO, Any
 
 from runner.config.errors import ConfigError
 from runner.config.overrides import LOCATION_KEYS, override_key
+from runner.config.user_code import is_generated
 from runner.storage.files import MAX_LEVELS, UnsafeFileError, check_no_link, open_regular, read_regular, sync
 from runner.storage.value_checks import COUNT, UnexpectedContentError, check_known, check_like
 from runner.system.secrets import MASK, redacted_values
@@ -140,7 +141,8 @@ def remove_empty(path: Path, end: Path) -> None:
 
 def job_name(number: int, overrides: list[str], swept: Collection[str] = ()) -> str:
     """Return the name of a job's directory, `<number>-<overrides>`, without secrets: of the keys `swept`, if any."""
-    shown = [text for text in overrides if override_key(text) in swept] or overrides
+    shown = [text for text in overrides if override_key(text) in swept]
+    shown = shown or [text for text in overrides if not is_generated(text)]
     first, *others = map(_label, redacted_values(shown) or ["defaults"])
     return _cut([f"{number:03d}-{first}", *others], ",", _MAX_NAME).rstrip(".-")
 

@@ -17,6 +17,7 @@ from rich.text import Text
 
 from runner.config.errors import WIDTH
 from runner.config.overrides import override_key
+from runner.config.user_code import is_generated
 from runner.storage.files import check_no_link, open_regular
 from runner.sweeps.engines.base import Job
 from runner.system.secrets import printable, redacted_values
@@ -44,7 +45,9 @@ class Display:
     def title(self, job: Job) -> str:
         """Return the title of a job: its number and its overrides, of `swept` keys if there are any."""
         overrides = [text for text in job.overrides if override_key(text) in self.swept]
-        words = printable(" ".join(redacted_values(overrides or list(job.overrides))))
+        words = printable(
+            " ".join(redacted_values(overrides or [text for text in job.overrides if not is_generated(text)]))
+        )
         line = f"job {job.number}{': ' * bool(words)}{words}".replace("\n", "\\n")
         return line if len(line) <= WIDTH else line[: WIDTH - 1] + "…"
 

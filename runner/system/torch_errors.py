@@ -39,6 +39,12 @@ def refusal(error: BaseException) -> tuple[str, Any, str, str] | None:
     if isinstance(error, IndexError) and (target := re.fullmatch(r"Target (-?\d+) is out of bounds\.", str(error))):
         remedy = "number the classes from 0, and let the network have an output for each; -100 is ignored"
         return "data", int(target[1]), "the network has no output for this class", remedy
+    if isinstance(error, TypeError) and (call := re.fullmatch(r"(.+\.forward\(\)) missing .* argument.*", str(error))):
+        remedy = "let the data have one tensor as input, and forward divide it: x[:, :5], x[:, 5:]"
+        return "model", call[1], "a network is called with a single input", remedy
+    if "does not require grad and does not have a grad_fn" in str(error):
+        remedy = "compute it from the outputs, without detach(), item(), argmax(), NumPy or torch.no_grad()"
+        return "loss", "no gradient", "it does not depend on the weights", remedy
     if "uninitialized parameter" in str(error):
         remedy = "let the function that makes the network call it once: net(torch.zeros(1, …))"
         return "model", "UninitializedParameter", "its lazy layers have no sizes yet", remedy

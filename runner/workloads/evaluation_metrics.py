@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from runner.config.errors import ABSENT, ConfigError, check, did_you_mean
+from runner.config.errors import ABSENT, ConfigError, check, described, did_you_mean
 from runner.device import sum_dtype
 from runner.system.import_path import is_installed
 from runner.tracking.metrics import MetricSums
@@ -32,9 +32,11 @@ class EvaluationMetrics:
     Args:
         metrics: the metrics by name. They are copied, not changed.
         goals: `min` or `max` of each metric by which a run may end early.
+        warns: whether to log the warnings of metrics.
     """
 
-    def __init__(self, metrics: Mapping[str, Metric], goals: Mapping[str, str] = {}):
+    def __init__(self, metrics: Mapping[str, Metric], goals: Mapping[str, str] = {}, warns: bool = True):
+        self._warns = warns
         self._metrics, self._warned, self.goals = dict(metrics), set[tuple[str, str]](), dict(goals)
 
     def start(self, device: torch.device) -> Tally:
@@ -68,10 +70,32 @@ class EvaluationMetrics:
                         value = value.double().mean()
                     values[name] = self._number(name, value)
             for text in (str(each.message) for each in said):  # such as of a class without samples
-                if not text.startswith("The ``compute`` method") and (name, text) not in self._warned:
+                if self._warns and not text.startswith("The ``compute`` method") and (name, text) not in self._warned:
                     log.warning("eval/%s: %s", name, text)
                     self._warned.add((name, text))
         return values
+
+    def try_on(self, outputs: Any, targets: torch.Tensor) -> None:
+        """Compute the metrics of a batch, so that mistakes in their code show before the first step.
+
+        Other errors are not raised: a batch may lack what a metric needs, such as samples of all classes.
+
+        Raises:
+            ConfigError: if a metric uses a name, an attribute or an argument that does not exist, or is no number.
+        """
+        for name, metric in self._metrics.items():
+            alone = EvaluationMetrics({name: metric}, warns=False)
+            try:
+                tally = alone.start(targets.device)
+                tally.update(outputs, targets)
+                alone.compute(tally.sums(), targets.device)
+            except (NameError, AttributeError, TypeError) as error:
+                why = f"it raises {described(error)}"
+                raise ConfigError(f"metrics.{name}", ABSENT, why, "correct it") from error
+            except ConfigError:
+                raise
+            except Exception:
+                log.debug("metrics.%s cannot be computed of the first batch", name, exc_info=True)
 
     def _number(self, name: str, value: Any) -> float:
         try:

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch.nn.functional import cross_entropy, mse_loss
+from torch.utils._pytree import tree_map
 
 from runner.batching import Plan
 from runner.config import user_code
@@ -52,7 +53,7 @@ class UserWorkload(DataWorkload[Samples]):
 
     def use(self, train: Samples, held_out: Samples) -> None:
         self._of_classes = not _first(train).targets.is_floating_point()
-        given, self._mean_is_checked = user_code.find("loss"), False
+        given, self._mean_is_checked, self._metrics_are_tried = user_code.find("loss"), False, False
         self._loss: Any = copy.deepcopy(given) or (_cross_entropy if self._of_classes else _mean_squared_error)
         check(callable(self._loss), "loss", given, "it is no function of (outputs, targets)", "pass a function")
         if isinstance(given, torch.nn.Module):
@@ -112,6 +113,10 @@ class UserWorkload(DataWorkload[Samples]):
 
     def loss_of(self, outputs: Any, targets: torch.Tensor) -> tuple[torch.Tensor, BatchSums]:
         loss = self.criterion(outputs, targets)
+        if not self._metrics_are_tried and type(targets) is torch.Tensor:  # and not a fake one of a plan
+            self._metrics_are_tried = True
+            detached = tree_map(lambda each: each.detach() if isinstance(each, torch.Tensor) else each, outputs)
+            self.extra.try_on(*comparable(detached, targets))
         return loss, batch_sums(loss.detach(), loss.detach().new_zeros(len(targets), 0))
 
     def batches(self, model: torch.nn.Module, plan: Plan, after_step: int, device: torch.device) -> Iterator[Batch]:

@@ -266,6 +266,25 @@ def test_verify_finds_a_hook_that_changes_weights_or_gradients():
         assert ("dropout" in str(found)) is is_excused, str(found)
 
 
+def test_a_hook_that_sets_the_learning_rate_changes_nothing_and_is_told_once(capsys):
+    def halve(state: Any, metrics: Any = None) -> None:
+        for group in state.optimizer.param_groups:
+            group["lr"] = float(group["lr"]) / 2
+
+    def told() -> list[str]:
+        return [line.split()[0] for line in capsys.readouterr().err.splitlines() if "has set the learning rate" in line]
+
+    words = [*SHORT, "optimizer=adamw"]
+    wanted = weights(train(words, model=Net, data=TENSORS, after_step=lambda state: None))
+    assert not told()
+    for mode in ([], ["compile=step"]):
+        hooked = train([*words, *mode], model=Net, data=TENSORS, after_step=halve)
+        assert largest_difference(weights(hooked), wanted) < 1e-4
+        assert told() == ["after_step"]
+    train(words, model=Net, data=TENSORS, after_evaluation=halve)
+    assert told() == ["after_evaluation"]
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Sweeps
 
@@ -284,7 +303,74 @@ def test_a_sweep_returns_a_table_of_its_runs():
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Other code than before
+
+
+class Wide(Net):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(5, 9), nn.Linear(9, 3)
+
+
+class Same(Net):
+    pass
+
+
+@pytest.mark.parametrize("mode", [[], ["parallel=ddp"], ["parallel=fsdp"], ["parallel=pipeline"]], ids="-".join)
+def test_another_network_than_that_of_the_checkpoint_is_named(mode):
+    result = train(SHORT, model=Net, data=TENSORS)
+    for use in (
+        lambda **code: runner.load(result.directory, **code).evaluate("last", mode),
+        lambda **code: train([f"resume={result.directory}", "steps=7", *mode], **code),
+    ):
+        with pytest.raises(runner.ConfigError) as refused:
+            use(model=Wide, data=TENSORS)
+        assert refused.value.key == "model", refused.value
+        assert "Wide" in str(refused.value.got)
+        assert "first.weight" in refused.value.why
+
+
+def test_a_resume_says_which_code_has_another_name_or_source(capsys, tmp_path):
+    def told(run: Any, steps: int, **code: Any) -> list[str]:
+        capsys.readouterr()
+        train([f"resume={run.directory}", f"steps={steps}"], data=TENSORS, **code)
+        lines = capsys.readouterr().err.splitlines()
+        return [line for line in lines if "than in the last session" in line or "since the last session" in line]
+
+    run = train(SHORT, model=Net, data=TENSORS, loss=smooth)
+    assert not told(run, 7, model=Net, loss=smooth)
+    [said] = told(run, 8, model=Same, loss=smooth)
+    assert "Net then" in said
+    assert "Same now" in said
+    losses = []
+    for number in (1, 2):
+        file, names = tmp_path / f"losses{number}.py", {"__name__": "losses"}
+        file.write_text(f"def loss(outputs, targets):\n    return {number} * outputs.square().mean()\n")
+        exec(compile(file.read_text(), file, "exec"), names)
+        losses.append(names["loss"])
+    run = train(SHORT, model=Net, data=TENSORS, loss=losses[0])
+    [said] = told(run, 7, model=Net, loss=losses[1])
+    assert said.startswith("loss=losses.loss ")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # What is refused, and errors
+
+
+class TwoInputs(Net):
+    def forward(self, x, y):
+        return super().forward(x) + y
+
+
+def of_both_classes(outputs: torch.Tensor, targets: torch.Tensor) -> float:
+    if len(targets) < 21:
+        raise ValueError("a class is missing")
+    return 0.5
+
+
+def test_metrics_that_need_more_samples_than_a_batch_are_not_refused():
+    result = train(SHORT, model=Net, data=TENSORS, metrics={"a": of_both_classes})
+    assert result.evaluation["eval/a"] == 0.5
 
 
 @pytest.mark.cases(
@@ -299,6 +385,11 @@ def test_a_sweep_returns_a_table_of_its_runs():
     ({"loss": lambda outputs, targets: outputs}, "loss", "scalar"),
     ({"loss": 3}, "loss", "function"),
     ({"metrics": [right]}, "metrics", "dict"),
+    ({"metrics": {"a": lambda outputs, targets: outputs.argmx(1)}}, "metrics.a", "argmx"),
+    ({"metrics": {"a": lambda outputs: outputs}}, "metrics.a", "argument"),
+    ({"metrics": {"a": lambda outputs, targets: "high"}}, "metrics.a", "number"),
+    ({"loss": lambda outputs, targets: cross_entropy(outputs.detach(), targets)}, "loss", "weights"),
+    ({"model": TwoInputs}, "model", "single input"),
     ({"model": lambda width: Net()}, "model", "width"),
     ({"model": lambda: 3}, "model", "int"),
     ({"after_step": lambda: None}, "after_step", "arguments"),
