@@ -2,7 +2,7 @@
 
 Images are read as the evaluation of the run reads them: cropped, resized and normalized in the same way. For a file
 that cannot be read, the reason is printed; if none can be read, the exit code is 2. Neither the data of the run nor
-its device is needed.
+its device is needed. A network of your own needs its code: model=mine.py among the files.
 """
 
 from __future__ import annotations
@@ -10,11 +10,14 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from runner.analysis.output import csv_text, one_line
 from runner.commands.arguments import Parser, command
+from runner.config import user_code
 from runner.config.errors import ABSENT, check
+from runner.config.overrides import override_key
 from runner.system.console import DONE, REFUSED
 from runner.system.secrets import printable
 
@@ -37,12 +40,15 @@ def main(arguments: Sequence[str] | None) -> int:
     options = parser.parsed(arguments)
     from runner.api.saved import load
 
+    files, code = options.files, user_code.typed_files(options.files)  # model=mine.py, if the network is one of a user
+    files = [word for word in files if override_key(word) not in code]
+    user_code.give(replace(user_code.given(), files=code))
     why, remedy = "a table would have a column for each class", "add --csv or --json"
     check(options.csv or options.json or not options.probabilities, "--probabilities", ABSENT, why, remedy)
     check(options.top >= 1, "--top", options.top, "at least the most probable class is printed", "--top 5, for example")
     run = load(options.run)
     classes = [*map(printable, run.signature(options.checkpoint).get("classes", []))] if options.probabilities else []
-    predictions = run.predict(options.files, options.checkpoint, max(options.top, len(classes)))
+    predictions = run.predict(files, options.checkpoint, max(options.top, len(classes)))
     top = min(options.top, max(len(each.top) for each in predictions))
     names = ["file", "class", "probability", "error"]
     names += [f"{name} {i}" for i in range(2, top + 1) for name in ("class", "probability")]

@@ -1,5 +1,6 @@
 """Tests of Python files that are named on the command line: `workload=mine.py`, `model=mine.py:Net`."""
 
+import json
 import shlex
 import shutil
 from collections.abc import Iterator
@@ -11,10 +12,11 @@ import torch
 from helpers.command import ROOT, run_command
 from helpers.plain_loop import largest_difference, weights_at
 from helpers.runs import assert_checkpoint_bitwise_equal, checkpoint_tensors, only_run
+from PIL import Image
 from torch.utils._pytree import tree_leaves
 
 import runner
-from runner.commands import convert, evaluate, verify
+from runner.commands import convert, evaluate, predict, verify
 from runner.config.user_code import UserCode, find, passed, using
 
 SMALL = ("device=cpu", "device.threads=1", "steps=4", "save_every=2", "batch_size=16", "log_every=1")
@@ -50,6 +52,15 @@ def data():
 
 def loss(outputs, targets):
     return nn.functional.cross_entropy(outputs["logits"], targets)
+"""
+
+
+PIXELS = """
+from math import prod
+from torch import nn
+
+def model(shape, num_classes):
+    return nn.Sequential(nn.Flatten(), nn.Linear(prod(shape), num_classes))
 """
 
 
@@ -141,6 +152,17 @@ def test_a_network_is_exported_with_its_file(here, capsys):
             for outputs, wanted in zip(tree_leaves(program(batch)), tree_leaves(model(batch)), strict=True):
                 torch.testing.assert_close(outputs, wanted)
     assert convert.main([str(result.directory), "weights.pt", "workload=tokens.py"]) == 2
+
+
+def test_a_network_of_a_file_predicts_the_classes_of_images(here, capsys):
+    (here / "pixels.py").write_text(PIXELS)
+    result = train(["model=pixels.py", *SMALL])
+    Image.linear_gradient("L").save("image.png")
+    with using(passed(["model=pixels.py"])):
+        [wanted] = runner.load(result.directory).predict("image.png")
+    assert predict.main([str(result.directory), "image.png", "model=pixels.py", "--json"]) == 0
+    [found] = json.loads(capsys.readouterr().out)
+    assert (found["class"], found["probability"]) == (wanted.label, wanted.probability)
 
 
 def test_the_command_that_resumes_a_stopped_run_names_its_files(here):
