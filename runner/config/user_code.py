@@ -26,7 +26,6 @@ from runner.config.overrides import hydra_quoted, override_key, override_value
 from runner.system.console import STOPPED
 
 log = logging.getLogger(__name__)
-
 HOOKS = {"after_step": 1, "after_evaluation": 2, "before_save": 1}
 """The functions that the training loop calls, with their numbers of arguments (see `Hooks`)."""
 
@@ -135,7 +134,7 @@ def typed_files(overrides: Iterable[str]) -> dict[str, File]:
 
 
 def is_generated(override: str) -> bool:
-    """Return whether nobody typed an override: it stands for code that is given."""
+    """Return whether an override was not typed, but stands for code that is given."""
     return override.startswith("++code.") or override in [f"{group}=_user" for group in _GROUPS]
 
 
@@ -185,8 +184,7 @@ def check_given(named: Mapping[str, Any], source: str) -> None:
         remedy = f"look at the code, then type: {' '.join([started, *words])}"
     else:
         remedy = f"pass it again: {', '.join(f'{part}=…  ({name})' for part, name in missing.items())}"
-    is_named = source not in ("never", "auto")
-    raise ConfigError("resume" if is_named else "code", source if is_named else ABSENT, why, remedy)
+    raise ConfigError(*(("code", ABSENT) if source in ("never", "auto") else ("resume", source)), why, remedy)
 
 
 def find(part: str) -> Any:
@@ -239,8 +237,9 @@ def errors_of(part: str) -> Iterator[None]:
     except ConfigError:
         raise
     except Exception as error:
-        name, why = _given.names().get(part, ABSENT), f"it raises {described(error)}"
-        raise ConfigError(part, name, why, "correct it") from error
+        raise ConfigError(
+            part, _given.names().get(part, ABSENT), f"it raises {described(error)}", "correct it"
+        ) from error
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -279,20 +278,20 @@ def hooks() -> Hooks:
 
 def _watched(name: str, hook: Callable[..., object]) -> Callable[..., object]:
     """Return `hook`, with a warning once it sets a learning rate, which the next step would undo in silence."""
-    has_warned = False
+    told: list[str] = []
 
-    def rates(state: Any) -> list[tuple[Any, int]]:
+    def rates(state: Any) -> list[Any]:  # of tensors, what tells a change without waiting for the device
         found = [group["lr"] for group in state.optimizer.param_groups]
-        return [(id(rate), rate._version) if hasattr(rate, "_version") else (rate, 0) for rate in found]  # of tensors
+        return [(id(rate), rate._version) if hasattr(rate, "_version") else rate for rate in found]
 
     def watched(state: Any, *more: Any) -> None:
-        nonlocal has_warned
-        before = [] if has_warned else rates(state)
+        before = rates(state)
         hook(state, *more)
-        if before and rates(state) != before:
-            has_warned = True
-            text = "%s has set the learning rate, which the schedule sets before each step: this has no effect; "
-            log.warning(text + "use optimizer.lr=… and schedule=…", name)
+        if rates(state) != before and not told:
+            told.append(name)
+            log.warning(
+                "%s has set the learning rate: no effect, use optimizer.lr=… and schedule=…, which set it", name
+            )
 
     return watched
 
