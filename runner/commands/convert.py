@@ -132,7 +132,8 @@ def _export_program(run: SavedRun, step: int, path: Path, overrides: Sequence[st
     else:
         workload = saved.workload
         why, remedy = "its checkpoint does not say what the inputs are", "name a run of supervised learning"
-        check(isinstance(workload, DataWorkload), "SOURCE", str(run.directory), why, remedy)
+        if not isinstance(workload, DataWorkload):
+            raise ConfigError("SOURCE", str(run.directory), why, remedy)
         workload.prepare()
         inputs = next(workload.train.in_order(3, (0, 1), torch.device("cpu"))).inputs
         workload.close()

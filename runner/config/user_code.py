@@ -296,10 +296,6 @@ def _watched(name: str, hook: Callable[..., object]) -> Callable[..., object]:
     return watched
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Other processes
-
-
 def pack(value: Any) -> bytes:
     """Return `value`, which may have objects of the user, for `unpack` in a process that this process starts.
 
