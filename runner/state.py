@@ -6,7 +6,7 @@ import copy
 import logging
 import math
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -72,7 +72,7 @@ class State:
         self.step_timer = StepTimer(session.devices)
         self.metrics: dict[str, float] = {}
         self.best: dict[str, Any] = {}
-        self.hooks, self.to_log, self._save_soon = user_code.hooks(), dict[str, Any](), False
+        self.hooks, self._to_log, self._save_soon = user_code.hooks(), dict[str, Any](), False
         self._stop_reason = ""
         self.out_of_time = ""  # the rule `stop.max_time` in words, once the time of rank 0 is up
         self.hash, config = config_hash(run.config), config_text(run.config)
@@ -102,7 +102,18 @@ class State:
         is_tensor = isinstance(value, torch.Tensor)
         if is_tensor and value.numel() != 1:  # here, where the traceback names the line of the hook
             raise ValueError(f"log({tag!r}, …) takes one number, and not a tensor of the shape {list(value.shape)}")
-        self.to_log[tag] = value.detach() if is_tensor else float(value)
+        self._to_log[tag] = value.detach() if is_tensor else float(value)
+
+    def logged_by_hooks(self, own: Iterable[str]) -> dict[str, Any]:
+        """Return what hooks have logged since the last call, by tag.
+
+        Raises:
+            ValueError: if a tag is among the run's `own`.
+        """
+        logged, self._to_log = self._to_log, {}
+        if taken := sorted(logged.keys() & {*own}):
+            raise ValueError(f"log({taken[0]!r}, …): the run logs this tag itself; choose another one")
+        return logged
 
     def stop(self, reason: str) -> None:
         """End the run as done, on all ranks, after a checkpoint: after this step or the next one."""

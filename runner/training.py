@@ -252,11 +252,11 @@ def log_training(state: State, recorder: Recorder, progress: Progress, norm: tor
     points |= run.precision.scalars() | run.workload.scalars() | run.parallel.scalars()
     if state.session.steps_per_epoch:
         points["epoch"] = step / state.session.steps_per_epoch
-    points |= memory.usage(state.session.device) | state.to_log
-    state.to_log = {}
+    points |= memory.usage(state.session.device)
     if state.session.rank == 0 and (why := state.busy_machine.warning()):
         log.warning("%s", why)
-    recorder.scalars(points, step)  # at once, as each call is a record on the disk, and a request to a remote tracker
+    # At once, as each call is a record on the disk, and a request to a remote tracker.
+    recorder.scalars(points | state.logged_by_hooks(points), step)
 
 
 def evaluate(state: State, recorder: Recorder, progress: Progress) -> bool:
@@ -275,8 +275,8 @@ def evaluate(state: State, recorder: Recorder, progress: Progress) -> bool:
         recorder.images(run.workload.images(sums) | run.parallel.images(state.directory), state.step)
     is_best = state.record_evaluation(metrics)
     state.hooks.after_evaluation(state, metrics)
-    recorder.scalars({f"best/{run.workload.selection[0]}": state.best["value"]} | state.to_log, state.step)
-    state.to_log = {}
+    best = {f"best/{run.workload.selection[0]}": state.best["value"]}
+    recorder.scalars(best | state.logged_by_hooks((*metrics, *best)), state.step)
     return is_best
 
 

@@ -242,10 +242,6 @@ def errors_of(part: str) -> Iterator[None]:
         ) from error
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Hooks
-
-
 class Hooks(NamedTuple):
     """Functions of the user that the training loop calls on every rank; by default, they do nothing.
 
@@ -270,7 +266,7 @@ def hooks() -> Hooks:
         arguments = ("state", "metrics")[: HOOKS[name]]
         try:
             inspect.signature(hook).bind(*arguments)
-        except TypeError:
+        except (TypeError, ValueError):  # ValueError: of a function in C, whose arguments are not known
             why, remedy = "it is not a function of these arguments", f"def {name}({', '.join(arguments)}): …"
             raise ConfigError(name, _name(hook), why, remedy) from None
     return Hooks(**{name: _watched(name, hook) for name, hook in found.items()})

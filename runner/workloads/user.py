@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map
 
 from runner.batching import Plan
 from runner.config import user_code
-from runner.config.errors import ABSENT, check, check_choice, did_you_mean, errors_under
+from runner.config.errors import ABSENT, ConfigError, check, check_choice, did_you_mean, errors_under
 from runner.data.base import Batch, LabeledSamples, Samples
 from runner.data.memory import ArraySamples
 from runner.data.user import DatasetSamples
@@ -102,13 +102,13 @@ class UserWorkload(DataWorkload[Samples]):
         return super().saved_model(signature)
 
     def criterion(self, outputs: Any, targets: torch.Tensor) -> torch.Tensor:
-        fits = isinstance(outputs, torch.Tensor) or self._loss not in (_cross_entropy, _mean_squared_error)
-        why = f"it returns a {type(outputs).__name__}, and the default loss is that of a tensor"
-        check(fits, "model", ABSENT, why, "return a tensor, or pass a loss")
+        if not isinstance(outputs, torch.Tensor) and self._loss in (_cross_entropy, _mean_squared_error):
+            why = f"it returns a {type(outputs).__name__}, and the default loss is that of a tensor"
+            raise ConfigError("model", ABSENT, why, "return a tensor, or pass a loss")
         loss = self._loss(*comparable(outputs, targets))
-        found = list(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
-        is_scalar = isinstance(loss, torch.Tensor) and loss.dim() == 0
-        check(is_scalar, "loss", ABSENT, f"it returns {found}, and no scalar", "return the mean over the samples")
+        if not isinstance(loss, torch.Tensor) or loss.dim():
+            found = list(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise ConfigError("loss", ABSENT, f"it returns {found}, and no scalar", "return the mean over the samples")
         return loss
 
     def loss_of(self, outputs: Any, targets: torch.Tensor) -> tuple[torch.Tensor, BatchSums]:
@@ -184,8 +184,9 @@ def _mean_squared_error(outputs: torch.Tensor, targets: torch.Tensor) -> torch.T
 
 
 def _check_shapes(fits: bool, outputs: torch.Tensor, targets: torch.Tensor, why: str) -> None:
-    shapes = f"outputs have the shape {list(outputs.shape)}, targets {list(targets.shape)}"
-    check(fits, "data", ABSENT, f"{shapes}: {why}", "change the network or the targets, or pass a loss")
+    if not fits:
+        shapes = f"outputs have the shape {list(outputs.shape)}, targets {list(targets.shape)}"
+        raise ConfigError("data", ABSENT, f"{shapes}: {why}", "change the network or the targets, or pass a loss")
 
 
 def _accuracy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

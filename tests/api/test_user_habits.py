@@ -117,6 +117,14 @@ def test_a_hook_that_logs_no_number_is_named():
     assert f"{Path(__file__).name}:{line}" in crashed.value.result.error
 
 
+@pytest.mark.parametrize("tag", ["train/loss", "eval/loss", "lr"])
+def test_a_hook_does_not_replace_a_curve_of_the_run(tag):
+    name = "after_evaluation" if tag.startswith("eval/") else "after_step"
+    with pytest.raises(runner.CrashedError) as crashed:
+        trained(**{name: lambda state, *metrics: state.log(tag, 7)})
+    assert f"log('{tag}', …)" in crashed.value.result.error
+
+
 def test_files_are_compiled_as_they_are_and_may_not_hide_packages(tmp_path):
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / "__init__.py").touch()
