@@ -47,7 +47,7 @@ def integrations(session: nox.Session) -> None:
     tests = [
         "integrations",
         "tracking/test_trackers.py",
-        "sweep/engines/test_ray.py",
+        "sweeps/engines/test_ray.py",
         "commands/test_convert.py",
     ]
     session.run("pytest", *(f"tests/{each}" for each in tests), env={"RUNNER_INTEGRATIONS": "1"})

@@ -57,7 +57,7 @@ COSTLY = (
     "parallel/launch/test_processes.py",
     "faults/test_kills.py",
     "docs/test_suggestions.py",
-    "sweep/engines/test_slurm.py",
+    "sweeps/engines/test_slurm.py",
     "parallel/test_parity_modes.py",
     "verification/test_verify.py",
     "config/test_options.py",
