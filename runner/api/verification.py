@@ -61,7 +61,7 @@ def retrace(
     with suppress(ConfigError):  # without a checkpoint, the samples are not known
         signature = saved.signature("last")
     again = partial(train_again, run, signature, last)
-    outcome = judge(then, again(), last, lambda number: again(nudge=number))
+    outcome = judge(then, again(), last, lambda number: again(noise=number))
     if outcome.verdict is Verdict.DIFFERENT and len(list(directory.glob("events.out.tfevents.*"))) > 1:
         why = "the run was resumed, perhaps with other options; only those of its last session are known"
         return outcome._replace(verdict=Verdict.UNJUDGED, reason=f"{outcome.reason}. But {why}")

@@ -34,21 +34,21 @@ Curves = Mapping[str, Mapping[int, float]]
 COMPARED = ("train/", "eval/", "episode/")
 """The first parts of the tags that are compared. The others are times, or follow from the config."""
 
-NUDGES, LARGEST_NUDGE = 3, 5e-3
-"""How often the steps are trained with nudged initial weights, at most; and by how much of their value: 1e-6 in
+MAX_PERTURBATIONS, LARGEST_PERTURBATION = 3, 5e-3
+"""How often the steps are trained with perturbed initial weights, at most; and by how much of their value: 1e-6 in
 float32, 5e-3 in TF32 and 16 bits, a few units in the last place. `MARGIN` times the effect of it is explained.
 
-Modes, threads and memory formats changed the curves by up to 6 × the effect of one nudge. But where rounding moves a
-unit over the edge of its rectifier, the curves jump by 1,000 × as much, with one nudge and not with another."""
+Modes, threads and memory formats changed the curves by up to 6 × the effect of one perturbation. But where rounding
+moves a unit over the edge of its rectifier, the curves jump by 1,000 × as much, with one and not with another."""
 
 BLURRED = 0.05
 """From the point on where rounding explains more than this share of the largest value, a tag is not judged."""
 
 FINE = ("loss", "norm")
-"""The last parts of tags that every nudge changes."""
+"""The last parts of tags that every perturbation changes."""
 
 STEPPED = 0.01
-"""The share that is explained of other tags, such as an accuracy, if the nudges have not changed them yet."""
+"""The share that is explained of other tags, such as an accuracy, if no perturbation has changed them yet."""
 
 _DIVERGED = "diverged"  # the tag at whose step a loss was not finite
 
@@ -70,14 +70,14 @@ class Point(NamedTuple):
         return abs(self.now - self.then) / self.explained if self.explained <= BLURRED * self.scale else -1.0
 
 
-def train_again(run: Run, signature: Mapping[str, Any], last_step: int, nudge: int = 0) -> Curves:
+def train_again(run: Run, signature: Mapping[str, Any], last_step: int, noise: int = 0) -> Curves:
     """Train the first steps of a run, in its mode, and return what it logs by tag and step.
 
     Args:
         run: the run, which does not resume anything.
         signature: what the checkpoint of the recorded run says of its samples; empty if it is not known.
         last_step: the last step; the schedule is that of the whole run.
-        nudge: the number of a nudge of the initial weights, from 1; 0 for none.
+        noise: the number of the random noise by which the initial weights are perturbed, from 1; 0 for none.
 
     Raises:
         ConfigError: if the run is refused, its data has changed, or its mode is asynchronous.
@@ -90,12 +90,12 @@ def train_again(run: Run, signature: Mapping[str, Any], last_step: int, nudge: i
             why = "its processes do not wait for each other: no two runs are the same"
             raise ConfigError("parallel", ABSENT, why, "name a run of another mode")
         run.workload.check_same_samples(signature)
-        rank_main = partial(_train, run.config, Path(scratch), last_step, nudge)
+        rank_main = partial(_train, run.config, Path(scratch), last_step, noise)
         launcher.launch(partial(rank_main, collectives), rank_main, session, Path(scratch))
         return EventReader(Path(scratch)).read()
 
 
-def _train(config: dict[str, Any], directory: Path, last_step: int, nudge: int, collectives: Collectives) -> None:
+def _train(config: dict[str, Any], directory: Path, last_step: int, noise: int, collectives: Collectives) -> None:
     run = build_run(config)
     session = run.prepare(collectives)
     is_first = session.rank == 0
@@ -105,9 +105,10 @@ def _train(config: dict[str, Any], directory: Path, last_step: int, nudge: int, 
         Recorder(TensorBoard(), directory, 0, visible=is_first) as recorder,
         progress_for(last_step, 0, visible=is_first) as progress,
     ):
-        if nudge:
-            build, size = run.workload.build_model, min(run.precision.tolerance, LARGEST_NUDGE)
-            run.workload.build_model = lambda: _nudged(build(), size, nudge)
+        run.workload.images = lambda sums: {}  # nobody sees them, and drawing them takes longer than short evaluations
+        if noise:
+            build, size = run.workload.build_model, min(run.precision.tolerance, LARGEST_PERTURBATION)
+            run.workload.build_model = lambda: _perturbed(build(), size, noise)
         state = initial_state(run, session, directory)
         batches, take_step = session.batches(state.model, 0), step_function(state)
         state.model.train()
@@ -130,7 +131,7 @@ def _train(config: dict[str, Any], directory: Path, last_step: int, nudge: int, 
             recorder.scalars({_DIVERGED: 1.0}, error.step)
 
 
-def _nudged(model: torch.nn.Module, size: float, seed: int) -> torch.nn.Module:
+def _perturbed(model: torch.nn.Module, size: float, seed: int) -> torch.nn.Module:
     """Multiply each weight by a random factor between 1 − `size` and 1 + `size`, the same on all ranks."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -140,15 +141,15 @@ def _nudged(model: torch.nn.Module, size: float, seed: int) -> torch.nn.Module:
     return model
 
 
-def judge(then: Curves, now: Curves, last_step: int, nudge: Callable[[int], Curves]) -> Outcome:
+def judge(then: Curves, now: Curves, last_step: int, perturb: Callable[[int], Curves]) -> Outcome:
     """Compare what was logged `then` up to `last_step` with what is logged `now`.
 
-    `nudge(i)` trains the steps once more after the i-th nudge of the initial weights. It is called while there are
-    differences that are not explained.
+    `perturb(i)` trains the steps once more after the i-th perturbation of the initial weights. It is called while there
+    are differences that are not explained.
     """
     if _DIVERGED in now:
         return Outcome([], Verdict.DIFFERENT, f"it diverges at step {min(now[_DIVERGED])}, which it did not then")
-    points, nudged = _points(then, now, [], last_step), []
+    points, perturbed = _points(then, now, [], last_step), []
     lost = sum(step <= last_step for values in then.values() for step in values) - len(points)
     remark = f"; {lost} points are not logged any more" if lost else ""
     if not points:
@@ -156,9 +157,9 @@ def judge(then: Curves, now: Curves, last_step: int, nudge: Callable[[int], Curv
     if all(point.now == point.then for point in points):
         return Outcome([], Verdict.SAME, f"identical, all {len(points)} points{remark}")
 
-    for number in range(1, NUDGES + 1):
-        nudged.append(nudge(number))
-        points = _points(then, now, nudged, last_step)
+    for number in range(1, MAX_PERTURBATIONS + 1):
+        perturbed.append(perturb(number))
+        points = _points(then, now, perturbed, last_step)
         if all(point.excess <= 1 for point in points):
             break
     lines = [f"  {'':22}{'points':>8}{'largest difference':>22}{'explained':>12}{'at step':>10}"]
@@ -179,14 +180,14 @@ def judge(then: Curves, now: Curves, last_step: int, nudge: Callable[[int], Curv
     return Outcome(lines, Verdict.SAME, f"equal up to rounding{remark}")
 
 
-def _points(then: Curves, now: Curves, nudged: list[Curves], last_step: int) -> list[Point]:
+def _points(then: Curves, now: Curves, perturbed: list[Curves], last_step: int) -> list[Point]:
     """Return the points that both have, in the order of their steps."""
     found = []
     for tag, values in then.items():
         effect, scale = 0.0, max(map(abs, values.values())) or 1.0
         for step in sorted(step for step in values if step <= last_step and step in now.get(tag, {})):
             value = now[tag][step]
-            effect = max(effect, *(abs(curves.get(tag, {}).get(step, math.inf) - value) for curves in nudged), 0.0)
+            effect = max([effect, *(abs(curves.get(tag, {}).get(step, math.inf) - value) for curves in perturbed)])
             floor = FLOAT32_ROUNDING if effect or tag.endswith(FINE) else STEPPED
             found.append(Point(step, tag, values[step], value, max(MARGIN * effect, floor * scale), scale))
     return sorted(found)

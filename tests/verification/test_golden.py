@@ -15,7 +15,7 @@ from runner.commands import verify
 from runner.storage.run_directory import ENVIRONMENT
 from runner.storage.saved_run import saved_config
 from runner.system.provenance import environment
-from runner.verification.golden import MARGIN, NUDGES, judge
+from runner.verification.golden import MARGIN, MAX_PERTURBATIONS, judge
 from runner.verification.verdict import Verdict
 
 STEPS = 12
@@ -140,20 +140,20 @@ THEN = curve(1.0, 0.5, 0.25, 0.125)
     (curve(1.0, 0.5, 0.25 + 9e-6, 0.125), [0], Verdict.SAME, "up to rounding"),
     (curve(1.0, 0.5, 0.25 + 2e-5, 0.125), [0, 0, 0], Verdict.DIFFERENT, "from step 3 on"),
     (curve(1.0, 0.5, 0.25 + 2e-3, 0.125), [1e-5, 3e-3 / MARGIN], Verdict.SAME, "up to rounding"),
-    (curve(1.0, 0.5, 0.25 + 4e-3, 0.125), [3e-3 / MARGIN] * NUDGES, Verdict.DIFFERENT, "from step 3 on"),
+    (curve(1.0, 0.5, 0.25 + 4e-3, 0.125), [3e-3 / MARGIN] * MAX_PERTURBATIONS, Verdict.DIFFERENT, "from step 3 on"),
     (curve(1.0, 0.5, 0.25, 9.0), [0.06 / MARGIN], Verdict.UNJUDGED, "at 4 of 4 points"),
     (curve(1.0, 0.5, 0.25), [], Verdict.SAME, "1 points are not logged any more"),
     ({"train/other": {1: 1.0}}, [], Verdict.UNJUDGED, "nothing is left"),
     (curve(1.0) | {"diverged": {2: 1.0}}, [], Verdict.DIFFERENT, "diverges at step 2"),
 )
-def test_ten_times_the_effect_of_the_nudges_is_rounding(now, effects, verdict, words):
+def test_ten_times_the_effect_of_the_perturbations_is_rounding(now, effects, verdict, words):
     asked = []
 
-    def nudge(number: int) -> dict[str, dict[int, float]]:
+    def perturb(number: int) -> dict[str, dict[int, float]]:
         asked.append(number)
         return curve(*(numpy.array(list(now["train/loss"].values())) + effects[number - 1]))
 
-    outcome = judge(THEN, now, 4, nudge)
+    outcome = judge(THEN, now, 4, perturb)
     assert outcome.verdict == verdict
     assert words in outcome.reason
     assert len(asked) == len(effects), "no more trainings than needed"
