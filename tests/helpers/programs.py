@@ -12,10 +12,12 @@ import pickle
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import closing
 from importlib import import_module
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +185,23 @@ def hold_lock(directory: Path, locked: Any) -> None:
     signal.pause()
 
 
+def interrupt_while_a_disk_hangs(directory: Path) -> None:
+    """Receive SIGINT, as the main process of a command does, while a thread writes a checkpoint."""
+    from runner.storage import checkpoints
+    from runner.storage.checkpoint import Checkpoint
+    from runner.system.forkserver import become_command
+    from runner.system.signals import run_main
+
+    def main() -> int:
+        checkpoints._save = lambda *_: threading.Event().wait()  # pyright: ignore[reportAttributeAccessIssue]
+        checkpoints.Checkpoints(directory, keep=1).save(Checkpoint(1, {}, {}, {}))
+        signal.raise_signal(signal.SIGINT)
+        return 0
+
+    become_command()
+    sys.exit(run_main(main))
+
+
 def signal_itself(place: str, name: str) -> None:
     """Send a signal in code that is run by `exec`, or in `__del__`, where Python only prints exceptions."""
     from runner.system.signals import run_main
@@ -203,20 +222,20 @@ def signal_itself(place: str, name: str) -> None:
     sys.exit(run_main(main))
 
 
-def lost_peer(store: str, rank: str) -> None:
-    """Rank 1 exits after an all-reduce; rank 0 prints the error of its next one, and whether it is recognized."""
+def lose_peer(store: Path, rank: int, pipe: Connection) -> None:
+    """Rank 1 exits after an all-reduce; rank 0 sends the type of the error of its next one, and if it is recognized."""
     import torch
 
     from runner.system.torch_errors import is_lost_peer
 
-    torch.distributed.init_process_group("gloo", f"file://{store}", rank=int(rank), world_size=2)
+    torch.distributed.init_process_group("gloo", f"file://{store}", rank=rank, world_size=2)
     torch.distributed.all_reduce(torch.ones(3))  # both ranks have joined
-    if rank == "1":
+    if rank == 1:
         os._exit(7)
     try:
         torch.distributed.all_reduce(torch.ones(3))
     except Exception as error:
-        print(type(error).__name__, is_lost_peer(error), sep="\n", flush=True)
+        pipe.send((type(error), is_lost_peer(error)))
     os._exit(0)
 
 

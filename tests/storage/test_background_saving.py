@@ -1,9 +1,8 @@
 """Tests of checkpoints that threads write during training: their content, their errors, and several ranks."""
 
 import errno
+import multiprocessing
 import os
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -13,9 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.command import TIMEOUT_SECONDS, child_environment
+from helpers.command import TIMEOUT_SECONDS
 from helpers.compose import TINY_CPU, compose_config
 from helpers.handmade_runs import save_and_wait
+from helpers.programs import interrupt_while_a_disk_hangs
 from helpers.runs import assert_bitwise_equal
 
 import runner.storage.checkpoints
@@ -263,26 +263,11 @@ def test_a_rank_with_a_full_disk_deletes_only_its_own_file(tmp_path, monkeypatch
     assert not list(tmp_path.rglob("tmp.*/*")), "an empty directory needs no room"
 
 
-INTERRUPTED_WHILE_A_DISK_HANGS = """
-import signal, threading
-from pathlib import Path
-import runner.storage.checkpoints as writing
-from runner.storage.checkpoint import Checkpoint
-from runner.system.signals import run_main
-
-def main():
-    writing._save = lambda value, path: threading.Event().wait()
-    writing.Checkpoints(Path(), keep=1).save(Checkpoint(1, {}, {}, {}))
-    signal.raise_signal(signal.SIGINT)
-
-raise SystemExit(run_main(main))
-"""
-
-
 def test_an_interrupted_process_does_not_wait_for_a_disk_that_hangs(tmp_path):
-    words = [sys.executable, "-c", INTERRUPTED_WHILE_A_DISK_HANGS]
-    ended = subprocess.run(words, cwd=tmp_path, env=child_environment(), timeout=TIMEOUT_SECONDS, check=False)
-    assert ended.returncode == 130
+    process = multiprocessing.get_context("forkserver").Process(target=interrupt_while_a_disk_hangs, args=(tmp_path,))
+    process.start()
+    process.join(TIMEOUT_SECONDS)
+    assert process.exitcode == 130
 
 
 def test_wait_returns_after_the_thread_has_ended(tmp_path):

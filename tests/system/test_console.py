@@ -10,7 +10,6 @@ from helpers.command import TIMEOUT_SECONDS, child_environment, names_left_in
 from helpers.compose import TINY_CPU
 from helpers.handmade_runs import write_run_directory
 
-from runner.commands import COMMANDS
 from runner.storage import run_directory
 
 FULL = pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
@@ -64,6 +63,7 @@ def test_a_command_that_only_prints_fails_if_it_cannot_but_not_if_its_reader_lea
 @pytest.mark.cases(
     (" --help", {"PYTHONIOENCODING": "", "LC_ALL": "C"}),
     (" --cfg job name=ü", {"PYTHONIOENCODING": "ascii"}),
+    (" compare --help", {"PYTHONIOENCODING": "ascii"}),
 )
 def test_characters_that_a_console_lacks_are_escaped(command, variables, tmp_path):
     ended = run_in_shell(command, tmp_path, PYTHONUTF8="0", **variables)
@@ -71,25 +71,6 @@ def test_characters_that_a_console_lacks_are_escaped(command, variables, tmp_pat
     assert ended.stdout.isascii()
     assert ("name: \\xfc\n" in ended.stdout) == ("name" in command)
     assert names_left_in(tmp_path) == set()
-
-
-HELP_OF_EACH_COMMAND = """
-import sys
-from runner.commands.start import COMMANDS, main
-for name in COMMANDS:
-    sys.argv[1:] = [name, "--help"]
-    try:
-        assert main() == 0
-    except SystemExit as ended:
-        assert not ended.code
-"""
-
-
-def test_the_help_of_each_command_is_printed_on_a_console_with_ascii_only(tmp_path):
-    words, variables = [sys.executable, "-c", HELP_OF_EACH_COMMAND], {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
-    printed = subprocess.check_output(words, cwd=tmp_path, env=child_environment(**variables))
-    assert printed.isascii()
-    assert all(f"runner {name}".encode() in printed for name in COMMANDS)
 
 
 @FULL

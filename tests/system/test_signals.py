@@ -15,15 +15,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
-import safetensors.torch
-import torch
 import yaml
 from helpers import command as cli
-from helpers.compose import TINY_CPU
+from helpers.compose import TINY_CPU, build_composed_run, train_in
+from helpers.runs import assert_bitwise_equal, newest_checkpoint
 
-from runner.storage.checkpoint import load
+from runner.storage.checkpoint import Checkpoint, load
 from runner.system.lazy_import import import_lazily
 from runner.system.signals import STOP_SIGNALS, CommandSignals, StopRequest, before_training
 
@@ -144,73 +142,60 @@ def test_handlers_are_installed_in_the_main_thread_and_restored():
         os.kill(os.getpid(), signal.SIGINT)
 
 
-STEPS = 100
-TRAINING = (*TINY_CPU, f"steps={STEPS}", "save_every=20", "log_every=20", "eval_every=50", "model.dropout=0.1")
-WAIT_FOR_SIGNAL = {"STEP_GATE": f"{STEPS - 10}:never"}
-"""Variables with which a run waits for a signal before one of its last steps, so that it cannot finish earlier."""
+STEPS, SAVE_EVERY = 100, 15
+TRAINING = (*TINY_CPU, f"steps={STEPS}", f"save_every={SAVE_EVERY}", "log_every=20", "eval_every=50")
+TRAINING += ("model.dropout=0.1",)
 
 
-def verified_outcome(run: Path) -> dict[str, Any]:
-    """Verify the newest checkpoint of `run`, and return its weights and the result of the run."""
-    newest = max((run / "checkpoints").glob("step_*"))
-    loaded = load(newest)
-    assert loaded.step == int(newest.name.removeprefix("step_"))
+def gated_command(session: int, cwd: Path, *words: str) -> cli.Command:
+    """Start a command that waits for a signal after the n-th checkpoint, so that it cannot finish earlier."""
+    command = cli.Command(cwd, *words, STEP_GATE=f"{session * SAVE_EVERY + 3}:never")
+    return command.wait_for_checkpoint(session * SAVE_EVERY)
+
+
+def verified_outcome(run: Path) -> tuple[Checkpoint, dict[str, Any]]:
+    """Verify the newest checkpoint of `run`, and return it and the result of the run."""
+    loaded = load(newest_checkpoint(run))
     result = json.loads((run / "result.json").read_text())
     assert result["steps"] == loaded.step
-    return {"tensors": safetensors.torch.load_file(newest / "model.safetensors"), "result": result}
+    return loaded, result
 
 
-@pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory) -> dict[str, Any]:
-    cwd = tmp_path_factory.mktemp("uninterrupted")
-    code, output = cli.run_command(*TRAINING, cwd=cwd)
+def test_resume_after_a_signal_is_bitwise_exact(tmp_path):
+    """Each signal stops one session of the run; tests/faults/test_kills.py resumes after SIGUSR2."""
+    whole = train_in(tmp_path / "whole", build_composed_run(*TRAINING))
+    words, numbers = [*TRAINING], [number for number in SIGNALS if number != signal.SIGUSR2]
+    for session, number in enumerate(numbers, start=1):
+        command = gated_command(session, tmp_path, *words)
+        command.signal_processes(number)
+        code, output = command.wait_for_all_processes()
+        assert code == 75, output
+        assert "Traceback" not in output
+        assert f"\n{number.name}: " in output, "said at once"
+        [run] = tmp_path.glob("outputs/*/*")
+        _, stopped = verified_outcome(run)
+        assert stopped["status"] == "stopped"
+        assert session * SAVE_EVERY < stopped["steps"] < STEPS
+        assert f"stopped after step {stopped['steps']}/{STEPS}" in output
+        assert number.name in (run / "log.txt").read_text()
+        typed = re.search(r"^resume: python -m runner (.*)$", output, re.MULTILINE)
+        assert typed, "the command with which to resume"
+        words = shlex.split(typed[1])
+
+    code, output = cli.run_command(*words, cwd=tmp_path)
     assert code == 0, output
-    return verified_outcome(next(cwd.glob("outputs/*/*")))
-
-
-# tests/faults/test_kills.py resumes after SIGUSR2.
-@pytest.mark.parametrize("number", [number for number in SIGNALS if number != signal.SIGUSR2])
-def test_resume_after_a_signal_is_bitwise_exact(number, uninterrupted, tmp_path):
-    command = cli.Command(tmp_path, *TRAINING, **WAIT_FOR_SIGNAL).wait_for_checkpoint()
-    command.signal_processes(number)
-    code, output = command.wait_for_all_processes()
-    assert code == 75, output
-    assert "Traceback" not in output
-    assert f"\n{number.name}: " in output, "said at once"
     [run] = tmp_path.glob("outputs/*/*")
-    stopped = verified_outcome(run)["result"]
-    assert stopped["status"] == "stopped"
-    assert 0 < stopped["steps"] < STEPS
-    assert f"stopped after step {stopped['steps']}/{STEPS}" in output
-    assert number.name in (run / "log.txt").read_text()
-
-    # Resume with the command that the run itself has printed.
-    typed = re.search(r"^resume: python -m runner (.*)$", output, re.MULTILINE)
-    assert typed
-    code, output = cli.run_command(*shlex.split(typed[1]), cwd=tmp_path)
-    assert code == 0, output
-    finished = verified_outcome(run)
-    assert finished["result"]["status"] == "done"
-    assert finished["result"]["metrics"] == uninterrupted["result"]["metrics"]
-    assert finished["result"]["best"] == uninterrupted["result"]["best"]
-    for name, tensor in uninterrupted["tensors"].items():
-        assert torch.equal(finished["tensors"][name], tensor), name
-    assert list(tmp_path.glob("outputs/*/*")) == [run], "in its own directory"
-
-
-SLOW_STEP = ("model=resnet18", "device=cpu", "device.threads=1", "batch_size=1024", "accumulation.steps=512", "steps=3")
-"""Overrides with which a step takes many seconds: it has 512 microbatches of two images."""
+    loaded, finished = verified_outcome(run)
+    assert finished["status"] == "done"
+    assert (finished["metrics"], finished["best"]) == (whole.result.metrics, whole.result.best)
+    assert_bitwise_equal(loaded.tensors, load(newest_checkpoint(whole.directory)).tensors)
 
 
 def test_the_second_ctrl_c_exits_without_finishing_the_step(tmp_path):
-    command = cli.Command(tmp_path, *SLOW_STEP)
-    cli.wait_until(
-        lambda: command.command_exit_code is not None or "directory " in command.log
-    )  # it handles signals by now
-    used = psutil.Process(command.pid).cpu_times().user
-    cli.wait_until(
-        lambda: command.command_exit_code is not None or psutil.Process(command.pid).cpu_times().user > used + 1
-    )  # in the step
+    hangs = tmp_path / "rank_0_hangs"  # before its first checkpoint (see `helpers.step_gate`)
+    hangs.touch()
+    command = cli.Command(tmp_path, *TRAINING)
+    cli.wait_until(lambda: command.command_exit_code is not None or hangs.stat().st_size)
     command.signal_processes(signal.SIGINT)
     cli.wait_until(lambda: "SIGINT: " in command.console)
     assert command.command_exit_code is None, "still in the step"
@@ -222,21 +207,23 @@ def test_the_second_ctrl_c_exits_without_finishing_the_step(tmp_path):
     assert not list(command.single_run_directory.glob("checkpoints/*")), "neither finished the step nor saved"
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_a_sweep(number, tmp_path):
-    command = cli.Command(tmp_path, *TRAINING, "-m", "seed=1,2", **WAIT_FOR_SIGNAL).wait_for_checkpoint()
-    command.signal_processes(number)
-    code, output = command.wait_for_all_processes()
-    assert code == 75, output
-    begun = sorted(tmp_path.glob("outputs/sweeps/*/*/0*/checkpoints"))  # another job may have been about to begin
-    assert begun
-    assert {verified_outcome(path.parent)["result"]["status"] for path in begun} == {"stopped"}
-    assert "type the same command with resume=auto to continue" in output
+def test_a_signal_ends_a_sweep(tmp_path):
+    words = [*TRAINING, "-m", "seed=1,2"]
+    for session, number in ((1, signal.SIGTERM), (2, signal.SIGINT)):
+        command = gated_command(session, tmp_path, *words)
+        command.signal_processes(number)
+        code, output = command.wait_for_all_processes()
+        assert code == 75, output
+        # Another job may have been about to begin.
+        saved = tmp_path.glob(f"outputs/sweeps/*/*/0*/checkpoints/step_{session * SAVE_EVERY:08d}")
+        assert {verified_outcome(path.parents[1])[1]["status"] for path in saved} == {"stopped"}
+        assert "type the same command with resume=auto to continue" in output
+        words = [*TRAINING, "-m", "seed=1,2", "resume=auto"]
 
-    code, output = cli.run_command(*TRAINING, "-m", "seed=1,2", "resume=auto", cwd=tmp_path, kind="ranks")
+    code, output = cli.run_command(*words, cwd=tmp_path)
     assert code == 0, output
     runs = sorted(tmp_path.glob("outputs/sweeps/*/*/0*"))
-    assert [verified_outcome(run)["result"]["status"] for run in runs] == ["done"] * 2
+    assert [verified_outcome(run)[1]["status"] for run in runs] == ["done"] * 2
     assert [yaml.safe_load((run / "config.yaml").read_text())["seed"] for run in runs] == [1, 2]
 
 
@@ -280,7 +267,7 @@ def test_a_closed_terminal_stops_the_run(tmp_path):
     os.close(ours)
     assert process.wait(cli.TIMEOUT_SECONDS) == 75
     [run] = tmp_path.glob("outputs/*/*")
-    assert verified_outcome(run)["result"]["status"] == "stopped"
+    assert verified_outcome(run)[1]["status"] == "stopped"
     assert "SIGHUP" in (run / "log.txt").read_text()
 
 

@@ -2,14 +2,14 @@
 
 import datetime
 import errno
+import multiprocessing
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from helpers.command import TIMEOUT_SECONDS, child_environment
+from helpers.command import TIMEOUT_SECONDS
+from helpers.programs import lose_peer
 
 from runner.parallel.launch.supervisor import RankError
 from runner.system import torch_errors
@@ -106,10 +106,12 @@ def test_errors_that_mean_too_little_memory_are_recognized(error):
 
 def test_a_rank_that_dies_in_a_collective_is_a_lost_peer(tmp_path):
     """gloo raises a plain RuntimeError, which can be recognized only by its message."""
-    words = [sys.executable, "-m", "helpers.programs", "lost_peer", str(tmp_path / "store")]
-    pipes = {"env": child_environment(), "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    dying, left = (subprocess.Popen([*words, rank], **pipes) for rank in ("1", "0"))
-    out, err = left.communicate(timeout=TIMEOUT_SECONDS)
-    assert dying.wait(timeout=TIMEOUT_SECONDS) == 7
-    dying.communicate()
-    assert out.splitlines() == ["RuntimeError", "True"], err
+    context, (ours, theirs) = multiprocessing.get_context("forkserver"), multiprocessing.Pipe()
+    ranks = [context.Process(target=lose_peer, args=(tmp_path / "store", rank, theirs)) for rank in (0, 1)]
+    for rank in ranks:
+        rank.start()
+    assert ours.poll(TIMEOUT_SECONDS)
+    assert ours.recv() == (RuntimeError, True)
+    for rank in ranks:
+        rank.join(TIMEOUT_SECONDS)
+    assert ranks[1].exitcode == 7
