@@ -15,11 +15,12 @@ from runner.api.execution import settings_kept
 from runner.api.saved import load
 from runner.config import user_code
 from runner.config.errors import ABSENT, ConfigError, check
-from runner.config.overrides import override_key, replaced
+from runner.config.overrides import LOCATION_KEYS, override_key, replaced
 from runner.precision import Double
 from runner.resume.changed_options import differences
 from runner.run import build_run, check_used
-from runner.verification.golden import COMPARED, judge, train_again
+from runner.verification.commits import CommitError, trained_at
+from runner.verification.golden import COMPARED, changed, changes, judge, train_again
 from runner.verification.steps import first_steps
 from runner.verification.verdict import Outcome, Pair, Verdict, compare
 
@@ -66,6 +67,32 @@ def retrace(
         why = "the run was resumed, perhaps with other options; only those of its last session are known"
         return outcome._replace(verdict=Verdict.UNJUDGED, reason=f"{outcome.reason}. But {why}")
     return outcome
+
+
+def verify_against(commit: str, overrides: Sequence[str], steps: int = 20, config_dir: str | None = None) -> Outcome:
+    """Train the first steps of a config with the code of another commit and with today's, and compare what they log.
+
+    Raises:
+        ConfigError: as `trained_at`; if today's code refuses the config, or its mode is asynchronous.
+    """
+    words = replaced(overrides, f"steps={steps}", "log_every=1")
+    config = dict(compose(replaced(words, "resume=never"), config_dir=config_dir))
+    run = build_run(config)
+    check_used(run, overrides)
+    print(f"training {steps} steps with the code of {commit}", flush=True)
+    try:
+        with trained_at(commit, words, config_dir) as directory:
+            recorded = load(directory)
+            print("training the same steps with today's code", flush=True)
+            again = partial(train_again, run, {}, steps)
+            then = {tag: values for tag, values in recorded.curves().items() if tag.startswith(COMPARED)}
+            outcome = judge(then, again(), steps, lambda number: again(noise=number))
+            keys = [
+                key for key in dict.fromkeys((*recorded.config, *config)) if key not in (*LOCATION_KEYS, "tracking")
+            ]
+            return outcome._replace(changes=[*changed(recorded.config, config, keys), *changes(directory)])
+    except CommitError as error:
+        return Outcome([], Verdict.UNJUDGED, str(error))
 
 
 def verify(overrides: Sequence[str], steps: int = 3, *, config_dir: str | None = None, **code: Any) -> Outcome:

@@ -1,5 +1,6 @@
 """`python -m runner verify [--steps N] [OVERRIDE …]` compares a config with plain training on a single device.
 `python -m runner verify RUN … [--steps N] [OVERRIDE …]` compares recorded runs with what today's code computes.
+`python -m runner verify --against COMMIT [--steps N] [OVERRIDE …]` compares today's code with that of a commit.
 
 The config and its reference (parallel=single, no accumulation, not compiled, not channels_last) train from the same
 weights, three steps by default, in float64 and in the precision of the config. These are compared:
@@ -19,6 +20,9 @@ they are not identical, the steps are trained up to three times more, with the i
 and 16 bits by 5e-3) of their values: ten times the effect of this is what rounding explains. Overrides may change how
 the run is computed: device, parallel, accumulation and their like.
 
+With `--against`, 20 steps of the config, or N, are trained with the code of COMMIT and with today's, and compared in
+the same way. COMMIT is one of the git repository of the current directory: of this project, or of your own code.
+
 Exit codes: 0: the same. 1: different. 2: the config is refused, or cannot be the same (hogwild, ensemble). 3: cannot be
 judged, which includes a config that crashes and a reference that diverges. Of several runs, the first of 1, 2, 3, 0.
 """
@@ -26,13 +30,13 @@ judged, which includes a config that crashes and a reference that diverges. Of s
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
 from runner.analysis.output import one_line
 from runner.analysis.saved_runs import find_runs
-from runner.api.verification import MOST_STEPS, retrace, verify
+from runner.api.verification import MOST_STEPS, retrace, verify, verify_against
 from runner.commands.arguments import Parser, check_not_resumed, report_error
 from runner.commands.compare import existing
 from runner.config.errors import check
@@ -47,7 +51,9 @@ _OF_RUN = {SAME: "the same", DIFFERENT: "different", UNJUDGED: "cannot be judged
 def main(arguments: Sequence[str] | None = None) -> int:
     """Compare the config of the command line with its reference, print the result, and return the exit code."""
     parser = Parser("verify", __doc__, overrides=True, paths=True)
-    parser.add_argument("--steps", type=int, help=f"optimizer steps (default: 3; of a RUN, at most {MOST_STEPS})")
+    help = f"optimizer steps (default: 3; with --against 20; of a RUN, at most {MOST_STEPS})"
+    parser.add_argument("--steps", type=int, help=help)
+    parser.add_argument("--against", metavar="COMMIT", help="a commit of the repository of the current directory")
     try:
         options = parser.parsed(arguments)
         steps, overrides, paths = options.steps, options.overrides, existing(options.paths)
@@ -55,8 +61,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         check_not_resumed(overrides)
         runs = [run.directory for path in paths for run in find_runs([path])]
         check(bool(runs) or not paths, "PATH", " ".join(options.paths), "it contains no run", "name a run directory")
+        why = "a recorded run is compared with today's code only"
+        check(not (runs and options.against), "--against", options.against, why, "leave out the runs, or --against")
     except Exception as error:
         return report_error(error)
+    if options.against:
+        return _verdict(partial(verify_against, options.against, overrides, steps or 20, options.config_dir), _OF_RUN)
     if not paths:
         return _verdict(partial(verify, overrides, steps or 3, config_dir=options.config_dir), HEADLINES)
     codes = [_verify_run(run, overrides, steps, options.config_dir) for run in runs]
@@ -77,12 +87,17 @@ def _verdict(compared: Callable[[], Outcome], headlines: dict[Verdict, str]) -> 
     headline, reason = headlines[outcome.verdict], outcome.reason
     on_one_line = outcome.verdict is UNJUDGED or headlines is _OF_RUN
     print((": " if on_one_line else "\n").join(filter(None, (headline, reason))))
+    _print_indented(outcome.changes)
     return outcome.verdict
 
 
 def _verify_run(directory: Path, overrides: list[str], steps: int | None, config_dir: str | None) -> int:
     print(one_line(f"{directory}:"), flush=True)
     code = _verdict(partial(retrace, directory, overrides, steps, config_dir), _OF_RUN)
-    lines = changes(directory) or ["no version, commit, device or core has changed"]
-    print("".join(f"  {one_line(line)}\n" for line in lines if code != REFUSED), end="", flush=True)
+    if code != REFUSED:
+        _print_indented(changes(directory) or ["no version, commit, device or core has changed"])
     return code
+
+
+def _print_indented(lines: Iterable[str]) -> None:
+    print("".join(f"  {one_line(line)}\n" for line in lines), end="", flush=True)

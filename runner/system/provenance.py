@@ -53,17 +53,27 @@ def source(root: Path = _ROOT) -> dict[str, Any] | None:
     """Return the git `commit` of the source tree, None before the first, and whether it is `dirty`; or None."""
     if not (root / ".git").exists():  # an installed package may be inside an unrelated repository
         return None
-    # In a git hook, GIT_* variables refer to the repository of the hook.
-    variables = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
-    words = ["git", "--no-optional-locks", "-C", str(root), "status", "--porcelain=v2", "--branch"]
     try:
-        status = subprocess.run(words, env=variables, capture_output=True, text=True, check=True, timeout=10)
+        status = git(root, "--no-optional-locks", "status", "--porcelain=v2", "--branch")
     except (OSError, subprocess.SubprocessError):
         return None
-    lines = status.stdout.splitlines()
+    lines = status.splitlines()
     commit = next((line.split()[2] for line in lines if line.startswith("# branch.oid ")), "(initial)")
     dirty = any(not line.startswith("#") for line in lines)
     return {"commit": None if commit == "(initial)" else commit, "dirty": dirty}
+
+
+def git(directory: Path, *words: str, timeout: float = 10) -> str:
+    """Return what git prints when it is called with `words` in `directory`.
+
+    Raises:
+        OSError: if git is missing.
+        subprocess.SubprocessError: if it fails, or takes longer than `timeout` seconds.
+    """
+    # In a git hook, GIT_* variables refer to the repository of the hook.
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    command = ["git", "-C", str(directory), *words]
+    return subprocess.run(command, env=variables, capture_output=True, text=True, check=True, timeout=timeout).stdout
 
 
 def versions() -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -197,9 +197,15 @@ def changes(directory: Path) -> list[str]:
     """Return in what the environment of a recorded run, as far as it can be read, differs from the present one."""
     if not (then := read_environment(directory)):
         return [f"{ENVIRONMENT} cannot be read"]
-    now, lines = environment() | {"code": user_code.given().hashes()}, []
-    for part in ("source", "code", "versions", "variables", "cpu", "devices"):
-        before, today = (each if isinstance(each, dict) else {"": each} for each in (then.get(part), now[part]))
+    parts = ("source", "code", "versions", "variables", "cpu", "devices")
+    return changed(then, environment() | {"code": user_code.given().hashes()}, parts)
+
+
+def changed(then: Mapping[str, Any], now: Mapping[str, Any], parts: Iterable[str]) -> list[str]:
+    """Return a line for each value in `parts` of two nested dicts that differs: `cpu.cores: 4 then, 2 now`."""
+    lines = []
+    for part in parts:
+        before, today = (each if isinstance(each, dict) else {"": each} for each in (then.get(part), now.get(part)))
         for key in dict.fromkeys((*today, *before)):
             if before.get(key) != today.get(key):
                 name = f"{part}.{key}".rstrip(".")

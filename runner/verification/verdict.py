@@ -102,11 +102,15 @@ HEADLINES = {
 
 
 class Outcome(NamedTuple):
-    """The result of a comparison: the lines of a table, none if a run diverged; the verdict; and why, or nothing."""
+    """The result of a comparison: the lines of a table, none if a run diverged; the verdict; and why, or nothing.
+
+    `changes` are the options, versions and commits that differ between two commits.
+    """
 
     lines: list[str]
     verdict: Verdict
     reason: str
+    changes: Sequence[str] = ()
 
     def __str__(self) -> str:
         return "\n".join([*self.lines, *filter(None, (HEADLINES[self.verdict], self.reason))])
