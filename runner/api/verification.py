@@ -87,10 +87,9 @@ def verify_against(commit: str, overrides: Sequence[str], steps: int = 20, confi
             again = partial(train_again, run, {}, steps)
             then = {tag: values for tag, values in recorded.curves().items() if tag.startswith(COMPARED)}
             outcome = judge(then, again(), steps, lambda number: again(noise=number))
-            keys = [
-                key for key in dict.fromkeys((*recorded.config, *config)) if key not in (*LOCATION_KEYS, "tracking")
-            ]
-            return outcome._replace(changes=[*changed(recorded.config, config, keys), *changes(directory)])
+            where = (*LOCATION_KEYS, "tracking", "code")  # of the code, its environment has the hashes
+            options = [key for key in dict.fromkeys((*recorded.config, *config)) if key not in where]
+            return outcome._replace(changes=[*changed(recorded.config, config, options), *changes(directory)])
     except CommitError as error:
         return Outcome([], Verdict.UNJUDGED, str(error))
 
