@@ -28,7 +28,7 @@ from safetensors import SafetensorError
 from runner.config.errors import ConfigError
 from runner.storage.checkpoint import EMA, MODEL, STATE, Checkpoint, Part, load, part_file, rank_file
 from runner.storage.files import check_no_link, sync
-from runner.storage.manifest import MANIFEST, DamagedError, hashes_of_shared, manifest_of, untrusted
+from runner.storage.manifest import MANIFEST, DamagedError, hashes_of_shared, manifest_of
 from runner.storage.run_directory import StorageError, entries, free_name, identity, saved_steps, step_name, step_of
 from runner.storage.saved_run import checkpoints
 
@@ -117,7 +117,9 @@ class Checkpoints:
         """
         writing, self._writing = self._writing, None
         if writing is not None:
-            writing.result()
+            writing.join()
+            if writing.error is not None:
+                raise writing.error
 
     def finish_after_error(self) -> None:
         """After the training has failed, wait for the thread, but not for files of ranks that may have failed, too."""
@@ -200,11 +202,7 @@ class Checkpoints:
         """
         damaged: dict[Path, DamagedError] = {}
         found = None
-        try:
-            saved = checkpoints(self.root.parent)
-        except ConfigError as error:
-            raise untrusted(self.root, error.why) from None
-        for path in reversed(saved):
+        for path in reversed(checkpoints(self.root.parent)):
             if (step_of(path) or 0) > last_step:
                 continue
             try:
@@ -278,11 +276,6 @@ class Writing(threading.Thread):
             super().run()  # it frees the target, and with it the tensors
         except BaseException as error:
             self.error = error
-
-    def result(self) -> None:
-        self.join()
-        if self.error is not None:
-            raise self.error
 
 
 def prune(root: Path, keep: int | None, best_step: int | None = None) -> None:

@@ -61,14 +61,10 @@ def hashes_of_shared(directory: Path, other: Path) -> dict[str, str]:
     written. If it cannot be read, the result is empty.
     """
     try:
-        listed = read_manifest(other)["files"]
-        return {name: sha256 for name, sha256 in listed.items() if _is_same_file(directory / name, other / name)}
+        listed, names = read_manifest(other)["files"], {path.name for path in directory.iterdir()}
+        return {name: listed[name] for name in names & listed.keys() if (directory / name).samefile(other / name)}
     except (DamagedError, ConfigError, OSError):
         return {}
-
-
-def _is_same_file(path: Path, other: Path) -> bool:
-    return path.exists() and other.exists() and path.samefile(other)
 
 
 def saved_text(directory: Path, name: str) -> str | None:

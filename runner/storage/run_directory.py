@@ -108,18 +108,12 @@ def create(parent: Path, name: str | None = None, overrides: Iterable[str] = (),
 def _make(directory: Path) -> None:
     """Create `directory` and its missing parents, and flush their entries to disk: a power loss could remove them."""
     existing = nearest_existing(directory)
-    try:
-        directory.mkdir(parents=True)
-        for folder in directory.absolute().parents:
-            with suppress(PermissionError):  # a directory that may be written to, but not read
-                sync(folder)
-            if folder == existing:
-                return
-    except FileExistsError:  # it may be that of another process, and still be empty
-        raise
-    except OSError:
-        remove_empty(nearest_existing(directory), existing)
-        raise
+    directory.mkdir(parents=True)
+    for folder in directory.absolute().parents:
+        with suppress(PermissionError):  # a directory that may be written to, but not read
+            sync(folder)
+        if folder == existing:
+            return
 
 
 def nearest_existing(path: Path) -> Path:

@@ -42,8 +42,6 @@ def load_tensors(path: Path) -> Any:
     with open_regular(path) as file:
         is_zip = file.peek(len(_ZIP)).startswith(_ZIP)
         if is_zip:
-            if not zipfile.is_zipfile(file):
-                raise UnusualFileError("it begins like a zip archive, and is none")
             with zipfile.ZipFile(file) as archive:
                 entries = archive.infolist()
                 if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):

@@ -67,10 +67,8 @@ def _unreadable(why: str, source: object = ABSENT) -> UnreadableConfigError:
 def _plain(content: bytes, kind: type) -> Any:
     try:
         values = plain_values(content.decode(), "file")
-    except UnicodeDecodeError as error:
-        raise _unreadable(str(error)) from None
-    except ConfigError as error:
-        raise _unreadable(f"{error.key}: {error.why}") from None
+    except (UnicodeDecodeError, ConfigError) as error:
+        raise _unreadable(getattr(error, "why", str(error))) from None
     if not isinstance(values, kind):
         raise _unreadable(f"it is not a {kind.__name__}")
     return values

@@ -76,10 +76,8 @@ def _check(signature: Any) -> None:
         fits = fits and len(inputs) == 3 and inputs[0] in (1, 3) and inputs[1] == inputs[2]
         fits = fits and image["shape"] == inputs and 0 < image["center"] <= 1
     lengths = {"targets": len(targets or ()), "inputs": math.prod(inputs), "image": inputs[0] if inputs else 0}
-    for key, moments in (
-        (scale or {}) | ({"image": image} if image else {})
-    ).items():  # a single one would be broadcast
-        fits = fits and len(moments["mean"]) == len(moments["std"]) == lengths.get(key)
+    for key, moments in {**(scale or {}), **({"image": image} if image else {})}.items():
+        fits = fits and len(moments["mean"]) == len(moments["std"]) == lengths.get(key)  # one would be broadcast
         fits = fits and all(abs(x) < 1e39 for x in moments["mean"]) and all(0 < x < 1e39 for x in moments["std"])
     if not fits:
         raise UnexpectedContentError("its sizes do not fit each other")

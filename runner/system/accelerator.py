@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -58,23 +58,13 @@ def total_bytes(device: torch.device) -> int:
 @cache
 def has_float64(device: torch.device) -> bool:
     """Return whether `device` computes in float64, which Metal and some GPUs of Intel do not."""
-    try:
-        torch.ones(1, dtype=torch.float64, device=device).add_(1)
-    except (RuntimeError, TypeError):
-        return False
-    return True
+    return _works(lambda: torch.ones(1, dtype=torch.float64, device=device).add_(1))
 
 
 @cache
 def has_streams(device: torch.device) -> bool:
     """Return whether `device` has streams and events. The CPU has none."""
-    if device.type == "cpu":
-        return False
-    try:
-        torch.Stream(device).record_event()
-    except (RuntimeError, NotImplementedError):
-        return False
-    return True
+    return device.type != "cpu" and _works(lambda: torch.Stream(device).record_event())
 
 
 @cache
@@ -83,20 +73,27 @@ def scales_float16(device: torch.device) -> bool:
 
     A CPU is said not to: its float16 convolutions are about 50 times slower than those in float32.
     """
-    if device.type == "cpu":
-        return False
-    weight = torch.ones(1, 1, device=device, requires_grad=True)
-    optimizer = torch.optim.SGD([weight])
-    try:
-        scaler = torch.amp.GradScaler(device.type, init_scale=2.0)
+
+    def step() -> None:
+        weight = torch.ones(1, 1, device=device, requires_grad=True)
+        optimizer, scaler = torch.optim.SGD([weight]), torch.amp.GradScaler(device.type, init_scale=2.0)
         with torch.autocast(device.type, torch.float16):
             loss = torch.nn.functional.linear(weight, weight).sum()
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
-    except (RuntimeError, NotImplementedError, TypeError):
+        if not scaler.is_enabled():
+            raise RuntimeError
+
+    return device.type != "cpu" and _works(step)
+
+
+def _works(trial: Callable[[], object]) -> bool:
+    try:
+        trial()
+    except (RuntimeError, TypeError):
         return False
-    return scaler.is_enabled()
+    return True
 
 
 def random_state(device: torch.device) -> torch.Tensor:

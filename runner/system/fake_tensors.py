@@ -57,24 +57,21 @@ def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
     from torch.nn.parallel import DistributedDataParallel
     from torch.nn.parallel import distributed as ddp
 
-    def unfaked(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any, **options: Any) -> Any:
-            with unset_fake_temporarily():  # it reads values of small tensors
-                return function(*arguments, **options)
-
-        return call
+    def unfaked_device_mesh(*arguments: Any, **options: Any) -> Any:
+        with unset_fake_temporarily():  # it reads values of small tensors
+            return make_device_mesh(*arguments, **options)
 
     @wraps(DistributedDataParallel.__init__)
     def initialize(replica: Any, *arguments: Any, **options: Any) -> None:
         create(replica, *arguments, **options)
         replica.register_comm_hook(None, lambda _, bucket: _all_reduced(bucket))
 
-    create = DistributedDataParallel.__init__
+    create, make_device_mesh = DistributedDataParallel.__init__, device_mesh.init_device_mesh
     store = torch.testing._internal.distributed.fake_pg.FakeStore()
     distributed.init_process_group("fake", rank=rank, world_size=world_size, store=store)
     try:
         with ExitStack() as stack:
-            stack.enter_context(patch.object(device_mesh, "init_device_mesh", unfaked(device_mesh.init_device_mesh)))
+            stack.enter_context(patch.object(device_mesh, "init_device_mesh", unfaked_device_mesh))
             # These would read what other ranks have sent, such as shapes and orders of parameters.
             stack.enter_context(patch.object(ddp, "_verify_param_shape_across_processes", _nothing))
             stack.enter_context(patch.object(ddp, "_sync_module_states", _nothing))

@@ -82,7 +82,7 @@ def versions() -> dict[str, Any]:
         "runner": __version__,
         "python": f"{platform.python_version()} ({platform.python_implementation()})",
         "torch": str(torch.__version__),
-        **{name: _version(name) for name in PACKAGES},
+        **{name: next((each.version for each in metadata.distributions(name=name)), None) for name in PACKAGES},
         "cuda": torch.version.cuda,
         "os": platform.platform(),
     }
@@ -122,13 +122,6 @@ def collect_findings(findings: list[str], what: str) -> Iterator[None]:
         except Exception as error:
             findings.append(f"{what}: {type(error).__name__}: {_first_line(error)}")
     findings += [f"{what}: {_first_line(warning.message)}" for warning in caught]
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _first_line(message: object) -> str:

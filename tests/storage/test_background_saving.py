@@ -24,26 +24,28 @@ from runner.storage.checkpoint import Checkpoint, load
 from runner.storage.checkpoints import Checkpoints, Writing
 from runner.storage.run_directory import StorageError, saved_steps
 
-EVERY = ("steps=12", "save_every=4", "eval_every=6", "log_every=3", "keep=9")
+EVERY = ("steps=6", "save_every=2", "eval_every=3", "log_every=3", "keep=9")
 DIGITS = (*TINY_CPU, *EVERY, "model.dropout=0.2", "optimizer=adamw", "accumulation=2", "batch_size=48")
 AGENT = ("workload=dqn", *EVERY, "env.num_envs=4", "workload.warm_up=64", "workload.eval_episodes=2", "batch_size=16")
 RUNS = {
     "single": (1, DIGITS),
-    "streams": (1, (*DIGITS, "parallel=pipeline", "parallel.engine=streams")),
+    "streams": (1, (*DIGITS, "parallel=pipeline", "parallel.cuts=[conv2]", "parallel.engine=streams")),
     "dqn": (1, (*AGENT, "device=cpu", "device.threads=1")),
     "ddp": (2, (*DIGITS, "parallel=ddp")),
     "fsdp": (2, (*DIGITS, "parallel=fsdp")),
-    "pipeline": (2, (*DIGITS, "parallel=pipeline")),
+    "pipeline": (2, (*DIGITS, "parallel=pipeline", "parallel.cuts=[conv2]")),
     "ensemble": (2, (*DIGITS, "parallel=ensemble")),
 }
 """The number of processes and the overrides of each run."""
 
 
 class DeferredWriting:
-    """Stands for the thread that writes a checkpoint: it writes when `result` is called."""
+    """Stands for the thread that writes a checkpoint: it writes when it is waited for."""
+
+    error = None
 
     def __init__(self, write: Callable[[], None]) -> None:
-        self.result = write
+        self.join = write
 
     def is_alive(self) -> bool:
         return True
@@ -154,19 +156,17 @@ def test_a_checkpoint_is_completed_after_the_training_failed(trained, tmp_path, 
         time.sleep(0.3)
         write(*arguments)
 
-    def fail(_: Any, __: Any, step: int) -> None:
-        if step == 5 and error is not None:
+    criterion, steps = Classifier.criterion, iter(range(1, 99))
+
+    def failing(*arguments: Any) -> torch.Tensor:
+        if next(steps) != 5:
+            return criterion(*arguments)
+        if error is not None:
             raise error
-
-    criterion, calls = Classifier.criterion, iter(range(1, 99))
-
-    def diverging(*arguments: Any) -> torch.Tensor:
-        diverges = error is None and next(calls) == 5
-        return criterion(*arguments) * (float("nan") if diverges else 1)
+        return criterion(*arguments) * float("nan")
 
     monkeypatch.setattr(Checkpoints, "_write", slow)
-    monkeypatch.setattr(Classifier, "after_step", fail)
-    monkeypatch.setattr(Classifier, "criterion", diverging)
+    monkeypatch.setattr(Classifier, "criterion", failing)
     overrides = ("steps=9", "save_every=4", "log_every=5", "eval_every=0")
     if error is None:
         assert trained(*overrides).result.status == "diverged"

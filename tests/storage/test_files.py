@@ -13,7 +13,6 @@ from helpers.permissions import enforced_permissions
 
 from runner.config.errors import ConfigError
 from runner.storage import files
-from runner.storage import files as regular_files
 
 
 def link(path: Path) -> None:
@@ -39,11 +38,15 @@ NOT_REGULAR: dict[str, Callable[[Path], None]] = {
 def test_a_regular_file_is_read_up_to_its_limit(tmp_path):
     path = tmp_path / "file"
     path.write_bytes(b"12345")
-    assert regular_files.read_regular(path, limit_bytes=5) == b"12345"
-    with pytest.raises(regular_files.UnsafeFileError) as refused:
-        regular_files.read_regular(path, limit_bytes=4)
+    assert files.read_regular(path, limit_bytes=5) == b"12345"
+    with pytest.raises(files.UnsafeFileError) as refused:
+        files.read_regular(path, limit_bytes=4)
     assert refused.value.filename == str(path)
     assert "4 bytes" in str(refused.value)
+    with pytest.raises(FileNotFoundError):
+        files.read_regular(tmp_path / "missing", limit_bytes=100)
+    with pytest.raises(IsADirectoryError):
+        files.read_regular(tmp_path, limit_bytes=100)
 
 
 @pytest.mark.parametrize("kind", NOT_REGULAR)
@@ -51,8 +54,8 @@ def test_anything_but_a_regular_file_is_refused(kind, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # the path of a socket has at most 108 bytes
     path = Path("file")
     NOT_REGULAR[kind](path)
-    with pytest.raises(regular_files.UnsafeFileError) as refused:
-        regular_files.read_regular(path, limit_bytes=100)
+    with pytest.raises(files.UnsafeFileError) as refused:
+        files.read_regular(path, limit_bytes=100)
     assert refused.value.filename == "file"
     assert str(pickle.loads(pickle.dumps(refused.value))) == str(refused.value)  # ranks send it to each other
 
@@ -67,35 +70,28 @@ def test_a_file_that_is_replaced_between_check_and_opening_is_refused(kind, tmp_
     free = os.dup(0)
     os.close(free)
     with pytest.raises(OSError, match="file"):
-        regular_files.open_regular(path)
+        files.open_regular(path)
     again = os.dup(0)
     os.close(again)
     assert again == free  # no descriptor was left open
-
-
-def test_a_missing_file_and_a_directory_are_reported_as_such(tmp_path):
-    with pytest.raises(FileNotFoundError):
-        regular_files.read_regular(tmp_path / "file", limit_bytes=100)
-    with pytest.raises(IsADirectoryError):
-        regular_files.read_regular(tmp_path, limit_bytes=100)
 
 
 def test_check_no_link_refuses_links_and_files(tmp_path):
     (tmp_path / "directory").mkdir()
     (tmp_path / "link").symlink_to("directory")
     (tmp_path / "file").touch()
-    regular_files.check_no_link(tmp_path / "directory")
-    regular_files.check_no_link(tmp_path / "missing")
+    files.check_no_link(tmp_path / "directory")
+    files.check_no_link(tmp_path / "missing")
     for name in ("link", "file"):
-        with pytest.raises(regular_files.UnsafeFileError):
-            regular_files.check_no_link(tmp_path / name)
+        with pytest.raises(files.UnsafeFileError):
+            files.check_no_link(tmp_path / name)
 
 
 def test_walk_stops_after_fifty_levels(tmp_path):
     deep = tmp_path.joinpath(*["d"] * 50)
     (deep / "d" / "d").mkdir(parents=True)
     (deep / "file").touch()
-    assert [files for _, _, files in regular_files.walk(tmp_path)] == [[]] * 50 + [["file"]]
+    assert [names for _, _, names in files.walk(tmp_path)] == [[]] * 50 + [["file"]]
 
 
 def test_paths_that_cannot_be_looked_up_are_refused_by_key(tmp_path):
@@ -105,13 +101,13 @@ def test_paths_that_cannot_be_looked_up_are_refused_by_key(tmp_path):
     with enforced_permissions(tmp_path / "secret", 0) as secret:
         for path in (secret, *paths):
             with pytest.raises(ConfigError) as refused:
-                regular_files.check_readable("PATH", path)
+                files.check_readable("PATH", path)
             assert (refused.value.key, refused.value.got) == ("PATH", str(path))
             assert "Permission denied" in refused.value.why
     with pytest.raises(ConfigError, match="name too long"):
-        regular_files.check_readable("PATH", tmp_path / ("x" * 300))
+        files.check_readable("PATH", tmp_path / ("x" * 300))
     for path in (tmp_path, tmp_path / "secret" / "file" / "below", tmp_path / "null\0", *paths):
-        regular_files.check_readable("PATH", path)
+        files.check_readable("PATH", path)
 
 
 @pytest.mark.parametrize("call", ["fsync", "replace"])

@@ -1,11 +1,11 @@
 """Tests of `runner.storage.saved_run`: configs and overrides are read as they were written, or refused if damaged."""
 
-import hashlib
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.checkpoint_edits import sealed_config as sealed
 from helpers.permissions import enforced_permissions
 
 from runner.config.errors import ConfigError
@@ -31,10 +31,6 @@ def test_a_changed_or_truncated_file_is_refused():
         assert other != text
         with pytest.raises(saved_run.UnreadableConfigError, match="SHA-256"):
             saved_run.parse_config(other.encode())
-
-
-def sealed(content: bytes) -> bytes:
-    return content + b"\n# sha256 of the lines above: " + hashlib.sha256(content + b"\n").hexdigest().encode()
 
 
 @pytest.mark.cases(
