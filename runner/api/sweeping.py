@@ -18,6 +18,7 @@ from runner.storage.ledger_file import read_ledger
 from runner.sweeps.engines.local import Local
 from runner.sweeps.run_sweep import run_sweep
 from runner.sweeps.sweep_jobs import SweepJobs
+from runner.system.console import STOPPED
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -48,19 +49,17 @@ def sweep(overrides: Sequence[str], *, config_dir: str | None = None, **code: An
     import pandas as pd
 
     words = [checked_override(word) for word in check_list_of_texts(overrides)]
-    given, paths = user_code.passed(words, **code), list[Path]()
+    given = user_code.passed(words, **code)
     words = given.added_to(words)
     with settings_kept(), user_code.using(given), separate_hydra():
         jobs = SweepJobs(Composer(config_dir), [quoted(word, sweep=True) for word in words])
         why = "its jobs are commands on other machines, which objects of this process do not reach"
         is_local = not given.objects or isinstance(jobs.engine, Local)
         check(is_local, "sweep", type(jobs.engine).__name__.lower(), why, "sweep=local, or a file: workload=mine.py")
-        try:
-            run_sweep(jobs, words, config_dir, _PRELOADED, paths.append)
-        except SystemExit:
-            log.warning("the sweep was stopped: resume=auto among the same overrides continues it")
-    entries = read_ledger(paths[0])["jobs"].values()
-    return pd.DataFrame([_row(paths[0], entry, jobs.swept) for entry in entries])
+        path, codes = run_sweep(jobs, words, config_dir, _PRELOADED)
+    if STOPPED in codes[:1]:
+        log.warning("the sweep was stopped: resume=auto among the same overrides continues it")
+    return pd.DataFrame([_row(path, entry, jobs.swept) for entry in read_ledger(path)["jobs"].values()])
 
 
 def _row(sweep: Path, entry: dict[str, Any], swept: Sequence[str]) -> dict[str, Any]:

@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None) -> int:
     """Run the command with `arguments`, by default those of `sys.argv`, and return the exit code."""
     try:
         codes = _run(sys.argv[1:] if arguments is None else list(arguments))
-    except SystemExit as stop:  # a stop signal before training, or during a sweep
+    except SystemExit as stop:  # a stop signal before training
         return stop.code if stop.code in (DONE, STOPPED) else REFUSED
     printed = output_code()
     return next((code for code in codes if code != DONE), DONE) if codes else printed
@@ -90,7 +90,7 @@ def _run(arguments: list[str]) -> list[int]:
         from runner.sweeps.sweep_jobs import SweepJobs
 
         jobs = SweepJobs(Composer(options.config_dir), [quoted(word, sweep=True) for word in options.overrides])
-        return run_sweep(jobs, options.overrides, options.config_dir, PRELOADED)
+        return run_sweep(jobs, options.overrides, options.config_dir, PRELOADED)[1]
     composer = composer_of(options.overrides, options.config_dir)
     job = compose_run(composer, options.overrides)
     if options.cfg:

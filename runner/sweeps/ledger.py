@@ -71,9 +71,7 @@ class Ledger:
         shown = redacted_values([text for key, text in last.items() if key.partition(".")[0] not in SHARED_KEYS])
         self.typed = sorted(printable(text) for text in shown)
         self.jobs: dict[int, dict[str, Any]] = {}
-        self.num_jobs = 0
-        self._lines: dict[int, str] = {}
-        self.complete = False
+        self.num_jobs, self.complete = 0, False
         remedy = "resume=auto resumes the unfinished sweep with the same overrides"
         check(resume in ("auto", "never"), "resume", resume, "a sweep cannot be resumed in one run's directory", remedy)
         with ExitStack() as undo:
@@ -97,8 +95,7 @@ class Ledger:
             found = read_ledger(path, self.typed)
             is_complete = found.get("complete") and not (is_search and (path / STUDY).is_file())
             if found.get("typed") == self.typed and not is_complete:
-                for number, entry in found["jobs"].items():
-                    self._set(int(number), entry)
+                self.jobs = {int(number): entry for number, entry in found["jobs"].items()}
                 self.complete, self.num_jobs = found["complete"], found.get("num_jobs", 0)
                 return path
         return None
@@ -120,7 +117,7 @@ class Ledger:
         if changes.get("error") is not None:
             changes["error"] = printable(redacted(changes["error"]))
         entry = {**self.jobs.get(number, {}), **changes}
-        self._set(number, {key: value for key, value in entry.items() if value is not None})
+        self.jobs[number] = {key: value for key, value in entry.items() if value is not None}
         self._write()
 
     @property
@@ -140,13 +137,9 @@ class Ledger:
     def __exit__(self, *_: object) -> None:
         self._undo.close()
 
-    def _set(self, number: int, entry: dict[str, Any]) -> None:
-        self.jobs[number] = entry
-        self._lines[number] = f'"{number}": {json.dumps(entry, ensure_ascii=False)}'
-
     def _write(self) -> None:
         head = {"typed": self.typed, "complete": self.complete, "pid": os.getpid(), "num_jobs": self.num_jobs}
-        jobs = ",\n".join(self._lines.values())  # only changed entries are encoded again: a sweep may have thousands
+        jobs = ",\n".join(f'"{number}": {json.dumps(job, ensure_ascii=False)}' for number, job in self.jobs.items())
         with storage_errors(self.path / LEDGER):
             write_text(self.path / LEDGER, f'{json.dumps(head, ensure_ascii=False)[:-1]}, "jobs": {{\n{jobs}\n}}}}\n')
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing, suppress
 from itertools import starmap
 from pathlib import Path
@@ -35,13 +35,9 @@ if TYPE_CHECKING:
 
 
 def run_sweep(
-    jobs: SweepJobs,
-    typed: list[str],
-    config_dir: str | None,
-    preloaded: Sequence[str] = (),
-    begun: Callable[[Path], object] = lambda path: None,
-) -> list[int]:
-    """Run the jobs of a sweep, and return their exit codes.
+    jobs: SweepJobs, typed: list[str], config_dir: str | None, preloaded: Sequence[str] = ()
+) -> tuple[Path, list[int]]:
+    """Run the jobs of a sweep; return its directory and their exit codes, after 75 if a signal stopped the sweep.
 
     In a search, the codes of failed jobs of earlier commands, which are not run again, are returned, too. If the search
     has found a best trial, diverged jobs count as successful: their exit code is replaced by 0.
@@ -50,24 +46,22 @@ def run_sweep(
         jobs: the combinations of values in the sweep.
         typed: the overrides on the command line, and `config_dir` that of `--config-dir`.
         preloaded: modules that the jobs import, so that they may be imported for all jobs at once.
-        begun: is called with the directory of the sweep before the first job starts.
 
     Raises:
         ConfigError, HydraException, OmegaConfBaseException: if the sweep or its search is invalid, or no job can run.
-        SystemExit: with code 75, if a signal stopped the sweep.
         KeyboardInterrupt: if the user presses Ctrl-C after a stop signal; the jobs are killed.
         StorageError: if the ledger cannot be written.
     """
     if external_rank_info() is not None:
         remedy = "start the sweep by itself: parallel=ddp starts the processes of each job"
         raise ConfigError("-m", ABSENT, "torchrun or SLURM has started several processes of it", remedy)
-    jobs.engine.prepare(*preloaded)
-    engine, planner = jobs.engine, Planner(jobs, config_dir)
+    engine = jobs.engine
+    engine.prepare(*preloaded)
+    planner = Planner(jobs, config_dir)
     root = Path(planner.config["output_root"], "sweeps", planner.config["name"])
     search = None if engine.search is None else _search(jobs, planner)
     with StopSweep() as stop, Ledger(typed, root, str(planner.config["resume"]), search is not None) as ledger:
         planner.path = ledger.path
-        begun(ledger.path)
         if search is not None:
             search.open(ledger)
         grid = JobSource(starmap(planner.plan, enumerate(jobs)), len(jobs))
@@ -83,9 +77,9 @@ def run_sweep(
         found = find_best(ledger.path)
         if search is not None:
             codes += [job["code"] for job in ledger.jobs.values() if job.get("code") in (CRASHED, REFUSED)]
-            if search.best() is not None:  # trials that diverge are results, too
-                codes = [DONE if code == DIVERGED else code for code in codes]
-            _report_best(search, ledger.path, engine.seeds, config_dir, jobs.common)
+            if (best := search.best()) is not None:
+                codes = [DONE if code == DIVERGED else code for code in codes]  # trials that diverge are results, too
+                _report_best(search, *best, ledger.path, config_dir, jobs.common)
         elif found is not None:
             print(found)
         if found is not None:
@@ -94,9 +88,7 @@ def run_sweep(
             print(f"look: tensorboard --logdir {where}\ncompare: python -m runner compare {where}")
             if is_installed("seaborn"):
                 print(f"plot: python -m runner plot {where}")
-    if stop.received:
-        raise SystemExit(STOPPED)
-    return codes
+    return ledger.path, [STOPPED, *codes] if stop.received else codes
 
 
 class StopSweep(StopRequest):
@@ -133,24 +125,21 @@ def _search(jobs: SweepJobs, planner: Planner) -> Search:
     return Search(space, options, objective, seed, planner.plan)
 
 
-def _report_best(source: Search, path: Path, num_seeds: int, config_dir: str | None, common: Sequence[str]) -> None:
+def _report_best(
+    search: Search, overrides: list[str], value: float, path: Path, config_dir: str | None, common: Sequence[str]
+) -> None:
     """Print the best trial of a search, and write its overrides to an option file with which it can be run again.
 
     `common` are the overrides that say where the runs of the sweep are; the file does not have them.
     """
-    found = source.best()
-    if found is None:
-        return
-    overrides, value = found
-    seeds = f", the mean of {num_seeds} seeds" if num_seeds > 1 else ""
-    words = " ".join(shlex.quote(text) for text in overrides)
-    lines = [f"best {source.objective.tag} {value:.4f}{seeds}: {words}"]
-    file = path / OPTIONS / "experiment" / "best.yaml"
+    seeds = f", the mean of {search.options.seeds} seeds" if search.options.seeds > 1 else ""
+    best = f"best {search.objective.tag} {value:.4f}{seeds}: {shlex.join(overrides)}"
+    print(best)
     with suppress(OSError):  # the line above says it, too
+        file = path / OPTIONS / "experiment" / "best.yaml"
         file.parent.mkdir(parents=True, exist_ok=True)
-        comments = [f"The best of {source.num_trials} trials: {lines[0]}"]
-        write_text(file, experiment_file(overrides, comments, config_dir))
-        where = [shlex.quote(text) for text in common if override_key(text) == "output_root"]
-        where += [shlex.quote(text) for text in overrides if typed_files([text])]  # no file chooses code
-        lines.append(" ".join(["run:", experiment_command(str(path / OPTIONS), "best", config_dir), *where]))
-    print("\n".join(lines), flush=True)
+        comment = f"The best of {search.num_trials} trials: {best}"
+        write_text(file, experiment_file(overrides, [comment], config_dir))
+        where = [text for text in common if override_key(text) == "output_root"]
+        where += [text for text in overrides if typed_files([text])]  # no file chooses code
+        print(" ".join(["run:", experiment_command(str(path / OPTIONS), "best", config_dir), *map(shlex.quote, where)]))

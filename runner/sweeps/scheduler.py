@@ -11,24 +11,16 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from runner.config.errors import ConfigError
+from runner.result import EXIT_CODES
 from runner.storage.run_directory import StorageError, read_result
 from runner.sweeps.display import Display, message
 from runner.sweeps.engines.base import Ended, Engine, Job, Pool
 from runner.sweeps.ledger import Ledger
-from runner.system.console import CRASHED, DIVERGED, DONE, INTERRUPTED, REFUSED, STOPPED
+from runner.system.console import CRASHED, DONE, INTERRUPTED, REFUSED, STOPPED
 from runner.system.signals import StopRequest
 
-STATES = {
-    DONE: "done",
-    CRASHED: "crashed",
-    REFUSED: "refused",
-    DIVERGED: "diverged",
-    STOPPED: "stopped",
-    INTERRUPTED: "stopped",
-}
+STATES = {code: state for state, code in EXIT_CODES.items()} | {REFUSED: "refused", INTERRUPTED: "stopped"}
 """The state of a job that has ended, for each exit code of its command."""
-
-_CODES = {state: code for code, state in reversed(STATES.items())}
 
 _POLL_SECONDS = 0.25
 
@@ -168,10 +160,9 @@ class Scheduler:
 
     def _end(self, ended: Ended) -> None:
         """Record the end of a job. If the job crashed and has retries left, queue it again instead."""
-        job = self._running.pop(ended.number)
-        code = ended.code
+        job, code = self._running.pop(ended.number), ended.code
         if code is None:  # the pool does not know it, but the result of the run may tell it
-            code = _CODES.get(read_result(job.directory).get("status", ""))
+            code = EXIT_CODES.get(read_result(job.directory).get("status", ""))
         text = "" if code in STATES else how_it_died(ended)
         code = code if code in STATES else CRASHED
         if code == CRASHED and not self._stopping and self._attempts[job.number] <= self.options.retries:

@@ -13,6 +13,7 @@ import logging
 import statistics
 from collections import deque
 from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -52,19 +53,17 @@ class Objective(NamedTuple):
         return value
 
 
+@dataclass
 class Trial:
-    """A trial of a search: one combination of values, with one job for each seed.
+    """A trial of a search: one combination of values, with one job for each seed."""
 
-    The study knows the results of its first `num_reported` evaluations.
-    """
-
-    def __init__(self, trial: optuna.Trial, num_reported: int):
-        self.optuna, self.num_reported = trial, num_reported
-        self.jobs: dict[int, Job] = {}
-        self.events: list[EventReader] = []
-        self.codes: dict[int, int] = {}
-        self.values: dict[int, float] = {}
-        self.is_paused = False
+    optuna: optuna.Trial
+    jobs: dict[int, Job]
+    events: list[EventReader]
+    num_reported: int  # how many of its evaluations the study knows
+    codes: dict[int, int] = field(default_factory=dict)
+    values: list[float] = field(default_factory=list)
+    is_paused: bool = False
 
 
 class Search(JobSource):
@@ -87,7 +86,7 @@ class Search(JobSource):
         plan: Callable[[int, list[str]], Job],
     ):
         self.objective = objective
-        self._space, self._options, self._seed, self._plan = space, options, seed, plan
+        self.options, self._space, self._seed, self._plan = options, space, seed, plan
         self._trials: dict[int, Trial] = {}
         self._queue: deque[Job] = deque()
         self._may_promote = True
@@ -116,7 +115,7 @@ class Search(JobSource):
         return max(self.num_planned, self._num_asked)
 
     def __len__(self) -> int:
-        return self.num_trials * self._options.seeds
+        return self.num_trials * self.options.seeds
 
     def is_complete(self, num_settled: int) -> bool:
         return self._num_asked >= self.num_trials and not self._trials
@@ -129,21 +128,21 @@ class Search(JobSource):
         return self._queue.popleft() if self._queue else None
 
     def tell(self, number: int, code: int, result: dict[str, Any]) -> None:
-        trial = self._trials.get(number // self._options.seeds)
+        trial = self._trials.get(number // self.options.seeds)
         if trial is None:
             return
         self._report(trial)
         trial.codes[number] = STOPPED if code == INTERRUPTED else code
         if code == DONE:
-            trial.values[number] = self.objective.value(result)
-        if len(trial.codes) == self._options.seeds and STOPPED not in trial.codes.values():
+            trial.values.append(self.objective.value(result))
+        if len(trial.codes) == self.options.seeds and STOPPED not in trial.codes.values():
             self._finish(trial)
         self._may_promote = True
 
     def unpromising(self, running: Collection[int]) -> list[int]:
         for trial in self._trials.values():
             self._report(trial)
-        return [number for number in running if self._trials[number // self._options.seeds].is_paused]
+        return [number for number in running if self._trials[number // self.options.seeds].is_paused]
 
     def close(self) -> None:
         """Record paused trials as pruned in the study, if all other trials have ended and no new trial will start."""
@@ -171,20 +170,21 @@ class Search(JobSource):
         if isinstance(trial, FrozenTrial):
             num_reported = len(trial.intermediate_values)
             trial = optuna.Trial(self._study, trial._trial_id)
-        if self._options.search == "grid":
+        if self.options.search == "grid":
             assert self._space.combinations is not None
             overrides = self._space.combinations[trial.number]
         else:
-            overrides = proposed(self._study, trial, self._space, self._options)
+            overrides = proposed(self._study, trial, self._space, self.options)
         trial.set_user_attr("overrides", overrides)
-        added = self._trials[trial.number] = Trial(trial, num_reported)
-        for k in range(self._options.seeds):
+        jobs: dict[int, Job] = {}
+        for k in range(self.options.seeds):
             words = overrides if self._seed is None else [*overrides, f"seed={self._seed + k}"]
-            job = self._plan(trial.number * self._options.seeds + k, words)
-            added.jobs[job.number] = job
-            added.events.append(EventReader(job.directory, [self.objective.tag]))
-            self._queue.append(job)
-        if any(self._ledger.jobs.get(number, {}).get("state") == "pruned" for number in added.jobs):
+            number = trial.number * self.options.seeds + k
+            jobs[number] = self._plan(number, words)
+        self._queue += jobs.values()
+        events = [EventReader(job.directory, [self.objective.tag]) for job in jobs.values()]
+        added = self._trials[trial.number] = Trial(trial, jobs, events, num_reported)
+        if any(self._ledger.jobs.get(number, {}).get("state") == "pruned" for number in jobs):
             self._pause(added)
 
     def _report(self, trial: Trial) -> None:
@@ -193,7 +193,7 @@ class Search(JobSource):
         An evaluation counts as soon as all jobs of the trial that have evaluated at all have reached it; its value is
         the mean over these jobs.
         """
-        if self._options.prune is None or trial.is_paused:
+        if self.options.prune is None or trial.is_paused:
             return
         curves = [events.read().get(self.objective.tag) for events in trial.events]
         values = [[value for _, value in sorted(curve.items())] for curve in curves if curve]
@@ -215,7 +215,7 @@ class Search(JobSource):
     def _promote(self) -> None:
         """Queue the stopped jobs of each paused trial again if the pruner, with more results, lets it continue."""
         self._may_promote = False
-        stopped = [each for each in self._trials.values() if each.is_paused and len(each.codes) == self._options.seeds]
+        stopped = [each for each in self._trials.values() if each.is_paused and len(each.codes) == self.options.seeds]
         paused = [each for each in stopped if {*each.codes.values()} <= {DONE, STOPPED}]
         if not paused:
             return
@@ -238,7 +238,7 @@ class Search(JobSource):
         del self._trials[trial.optuna.number]
         codes = set(trial.codes.values())
         if codes == {DONE}:
-            self._study.tell(trial.optuna, statistics.fmean(trial.values.values()))
+            self._study.tell(trial.optuna, statistics.fmean(trial.values))
         elif codes & {CRASHED, REFUSED}:
             self._study.tell(trial.optuna, state=TrialState.FAIL)
         else:  # it diverged: Optuna treats a pruned trial as worse than any value
@@ -246,7 +246,7 @@ class Search(JobSource):
 
     def _open_study(self, directory: Path) -> optuna.Study:
         """Return the study of this search in the directory of a sweep, or a new study if there is none."""
-        path, options = directory / STUDY, self._options
+        path, options = directory / STUDY, self.options
         optuna.logging.set_verbosity(logging.WARNING)
         pruner = optuna.pruners.NopPruner()
         if options.prune == "median":
@@ -277,11 +277,10 @@ class Search(JobSource):
 
 
 def _drop_incomplete_line(path: Path) -> None:
-    """Remove the last line of the file `path` if a process was killed before it had written the whole line.
+    """Replace the file `path` by a copy without an incomplete last line, which a killed process may have left.
 
-    A file with several hard links is replaced by a copy, because Optuna appends to it.
+    Optuna appends to the file: if it has other hard links, they stay as they are.
     """
     if path.exists() or path.is_symlink():
         content = read_regular(path, _LIMIT_BYTES)
-        if not content.endswith(b"\n") or path.stat().st_nlink > 1:
-            write_bytes(path, content[: content.rfind(b"\n") + 1])
+        write_bytes(path, content[: content.rfind(b"\n") + 1])

@@ -124,17 +124,17 @@ class SweepJobs:
         if isinstance(value, IntervalSweep):
             why = "an interval has no list of values"
             check(self.engine.search is not None, key, typed, why, f"{key}=1,2,3, or sweep.search=tpe to search it")
-            return Dimension(key, (_bare(key),), [[]], _interval(key, typed, value))
+            return Dimension(key, (override_key(key),), [[]], _interval(key, typed, value))
         words = _words(override)
         check(bool(words), key, typed, "it has no values", f"{key}=range(0,10)")
         [(most, count)] = Counter(word for [word] in words).most_common(1)
         check(count == 1, key, typed, f"{most.partition('=')[2]} is in it twice", "leave one out")
-        return Dimension(key, (_bare(key),), words)
+        return Dimension(key, (override_key(key),), words)
 
     def _pairs(self, word: str, name: str, members: list[str]) -> Dimension:
         """Return the dimension for `word`, an override of the form `NAME=zip(KEY=[…],KEY=[…])`."""
         overrides = self._composer.parse([quoted(member, sweep=True) for member in members])
-        values = {_bare(override.get_key_element()): _words(override) for override in overrides}
+        values = {override_key(override.get_key_element()): _words(override) for override in overrides}
         listed = ", ".join(f"{key} has {len(words):,}" for key, words in values.items())
         why = f"paired keys must have the same number of values: {listed}"
         check(len({*map(len, values.values())}) == 1, name, word.partition("=")[2], why, "add or remove some")
@@ -192,10 +192,6 @@ def _words(override: Override) -> list[list[str]]:
     return [[plain if is_file(plain) else word] for plain, word in zip(unescaped, words, strict=True)]
 
 
-def _bare(key: str) -> str:
-    return key.lstrip("+~")
-
-
 class Planner:
     """The planner of a sweep's `jobs`; `config_dir` is the value of the flag `--config-dir`.
 
@@ -213,8 +209,13 @@ class Planner:
     """
 
     def __init__(self, jobs: SweepJobs, config_dir: str | None):
-        self._jobs, self._flags = jobs, [] if config_dir is None else [f"--config-dir={config_dir}"]
-        self._check_options(*([] if config_dir is None else [Path(os.path.expanduser(config_dir))]))
+        self._jobs, folders = jobs, [] if config_dir is None else [Path(os.path.expanduser(config_dir))]
+        self._flags = [f"--config-dir={folder}" for folder in folders]
+        options = option_files(*folders)
+        for word in (word for each in jobs.dimensions for words in each.choices for word in words):
+            key = override_key(word)
+            if key in options and override_value([word], key) not in options[key]:
+                jobs.compose(0, [word])  # raises the error of an option that does not exist, before any job runs
         self._bases: dict[tuple[str, ...], tuple[str, Demand]] = {}
         """For jobs with the same `_shared` overrides: a hash of the config of the first one, and the demand."""
         self._configs: dict[tuple[str, ...], dict[str, Any] | None] = {}
@@ -227,15 +228,6 @@ class Planner:
         with errors_under("workload"):
             options = self.config.get("workload") or {}
             return load_class(options.get("_target_"), Workload).best_for(options)
-
-    def _check_options(self, *folders: Path) -> None:
-        """Raise the error of an option that does not exist, before any job runs."""
-        options = option_files(*folders)
-        for words in (words for each in self._jobs.dimensions for words in each.choices):
-            for word in words:
-                key = override_key(word)
-                if key in options and override_value([word], key) not in options[key]:
-                    self._jobs.compose(0, [word])
 
     def plan(self, number: int, overrides: list[str]) -> Job:
         """Return the job with this number and these overrides. It has a `refusal` if its config cannot run."""

@@ -20,7 +20,7 @@ import re
 import struct
 import time
 from collections.abc import Container, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -59,10 +59,11 @@ class EventFile:
         earlier = [int(match[1]) for path in directory.iterdir() if (match := _NAME.match(path.name))]
         number = max([int(time.time()), *(number + 1 for number in earlier)])
         self._path = directory / f"events.out.tfevents.{number:010d}"
-        with storage_errors(self._path):
-            self._file = self._path.open("xb")
+        with storage_errors(self._path), ExitStack() as failed:
+            self._file = failed.enter_context(self._path.open("xb"))
             self._write(file_version="brain.Event:2")
             self._write(step=first_step, session_log=SessionLog(status=SessionLog.START))
+            failed.pop_all()
 
     def add(self, summary: Summary, step: int = 0) -> None:
         """Write `summary` for the optimizer step `step`. Once written, it is not lost if the process is killed."""

@@ -23,7 +23,7 @@ from runner.config.options import groups, groups_in_defaults, option_keys, root_
 from runner.result import Result
 from runner.system.secrets import printable
 
-COMMANDS, FILES = (2000, 1000) if ALL else (14, 10)
+COMMANDS, FILES = (2000, 1000) if ALL else (8, 6)
 
 
 def generated(count: int) -> settings:

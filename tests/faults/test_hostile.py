@@ -44,25 +44,10 @@ class Sandbox(NamedTuple):
     path: Path
     outside: Path
     before: dict[str, tuple]  # the `snapshot` of `outside`
-
-    @property
-    def canary(self) -> Path:
-        """A file that a payload creates if it is executed."""
-        return self.outside / "canary"
-
-    @property
-    def secret(self) -> Path:
-        """A file outside of the run directory, whose content must not be shown."""
-        return self.outside / "secret.txt"
-
-    @property
-    def victim(self) -> Path:
-        """A file outside of the run directory, which must not be changed."""
-        return self.outside / "folder/victim.txt"
-
-    @property
-    def checkpoint(self) -> Path:
-        return self.path / "checkpoints/step_00000002"
+    canary: Path  # a file that a payload creates if it is executed
+    secret: Path  # a file whose content must not be shown
+    victim: Path  # a file that must not be changed
+    checkpoint: Path
 
     def config(self, **values: Any) -> None:
         """Change values of the saved config and of its copies in the checkpoints, and update all hashes."""
@@ -159,11 +144,13 @@ def cwd(tmp_path) -> Path:
 @pytest.fixture
 def sandbox(tmp_path, monkeypatch) -> Sandbox:
     monkeypatch.setenv("MY_SECRET", SECRET)
-    outside = tmp_path / "outside"
-    (outside / "folder").mkdir(parents=True)
-    (outside / "secret.txt").write_text(f"{SECRET}\n")
-    (outside / "folder/victim.txt").write_text("mine")
-    return Sandbox(tmp_path / "theirs", outside, snapshot(outside))
+    path, outside = tmp_path / "theirs", tmp_path / "outside"
+    secret, victim = outside / "secret.txt", outside / "folder/victim.txt"
+    victim.parent.mkdir(parents=True)
+    secret.write_text(f"{SECRET}\n")
+    victim.write_text("mine")
+    checkpoint = path / "checkpoints/step_00000002"
+    return Sandbox(path, outside, snapshot(outside), outside / "canary", secret, victim, checkpoint)
 
 
 def module_in_the_current_directory(sandbox: Sandbox) -> None:

@@ -20,7 +20,7 @@ from runner.analysis.comparison import Comparison
 from runner.analysis.tables import as_csv, terminal
 from runner.commands import plot
 
-OPTIONS = (*TINY_CPU, "steps=4", "save_every=1", "eval_every=2", "log_every=1")
+OPTIONS = (*TINY_CPU, "steps=4", "save_every=1", "eval_every=0", "log_every=1")
 
 NAMES: dict[str, str] = {
     "space": "my runs",

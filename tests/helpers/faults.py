@@ -31,10 +31,10 @@ RUN_ALL_FAULTS = os.environ.get("RUNNER_FAULTS") == "all"
 
 only_in_make_faults = pytest.mark.skipif(not RUN_ALL_FAULTS, reason="part of `make faults`")
 
-STEPS, SAVE_EVERY = 60 if RUN_ALL_FAULTS else 40, 7
-SCHEDULE = (f"steps={STEPS}", f"save_every={SAVE_EVERY}", "log_every=5", "eval_every=10")
+STEPS, SAVE_EVERY = (60, 7) if RUN_ALL_FAULTS else (24, 5)
+SCHEDULE = (f"steps={STEPS}", f"save_every={SAVE_EVERY}", "log_every=3", "eval_every=8")
 TRAINING = (*SCHEDULE, "model.dropout=0.2", "optimizer=adamw", "accumulation=2")
-DIGITS = (*TINY_CPU, *TRAINING, "data.crop=2", "batch_size=48")
+DIGITS = (*TINY_CPU, *TRAINING, "data.crop=2", "batch_size=96")
 IMAGE_FOLDER = ("data=imagefolder", "data.root=images", "data.size=8", "data.workers=1", "data.timeout=5")
 AGENT = ("workload=dqn", "env.num_envs=4", "workload.warm_up=64", "workload.eval_episodes=2", "workload.n_step=3")
 AGENT += ("workload.replay_size=300", "workload.epsilon_repeat=9", "batch_size=16", "model.hidden=[16]")
@@ -51,7 +51,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "pipeline": (*DIGITS, "parallel=pipeline", "parallel.cuts=[conv2]", "parallel.num_micro_batches=2"),
     "ensemble": (*DIGITS, "parallel=ensemble"),
     "hogwild": (*DIGITS, "parallel=hogwild"),
-    "workers": (*TRAINING, *IMAGE_FOLDER, "model=tiny", "device=cpu", "device.threads=1", "batch_size=8"),
+    "workers": (*TRAINING, "steps=60", *IMAGE_FOLDER, "model=tiny", "device=cpu", "device.threads=1", "batch_size=8"),
     "dqn": (*AGENT, "accumulation=2"),
     "dqn ddp": (*AGENT, "env=acrobot", "parallel=ddp"),
 }

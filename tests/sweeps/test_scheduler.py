@@ -10,7 +10,6 @@ import pytest
 from helpers.fake_pool import FakePool
 
 from runner.config.errors import ConfigError, check
-from runner.result import EXIT_CODES
 from runner.storage.ledger_file import read_ledger
 from runner.storage.run_directory import StorageError
 from runner.sweeps import ledger as ledger_module
@@ -18,7 +17,7 @@ from runner.sweeps.display import Display
 from runner.sweeps.engines.base import Engine, Job
 from runner.sweeps.engines.local import Local
 from runner.sweeps.ledger import Ledger, console_file
-from runner.sweeps.scheduler import STATES, JobSource, Scheduler
+from runner.sweeps.scheduler import JobSource, Scheduler
 from runner.system.signals import StopRequest
 
 
@@ -57,10 +56,6 @@ def states(ledger: Ledger) -> list[str]:
     """Return the state of each job as recorded in the ledger file."""
     jobs = read_ledger(ledger.path)["jobs"]
     return [jobs[number]["state"] for number in sorted(jobs, key=int)]
-
-
-def test_every_exit_code_of_the_command_has_its_state():
-    assert {STATES[code]: code for code in EXIT_CODES.values()} == EXIT_CODES
 
 
 @pytest.mark.parametrize(

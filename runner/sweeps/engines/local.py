@@ -32,7 +32,10 @@ from runner.system.cpu import usable_core_numbers
 from runner.system.forkserver import METHOD, become_command, show_name, start_server, without_main_module
 
 _SERVER_DIED = 255
-"""The exit code that multiprocessing reports for all children of a fork server that has died, also if they run on."""
+"""The exit code that multiprocessing reports for all children of a fork server that has died, also if they go on.
+
+Those that go on hold the locks of their console files.
+"""
 
 
 @dataclass
@@ -74,8 +77,6 @@ class LocalPool(Pool):
         at_once = max(1, min(num_jobs, self._slots, self._num_cores))
         self._threads = threads if isinstance(threads, int) else max(1, self._num_cores // at_once)
         self._running: dict[int, _Running] = {}
-        self._orphans: set[int] = set()
-        """Running jobs whose fork server was killed, so that their exit code will not be known."""
         self._asked_to_stop: set[int] = set()
 
     def has_room(self) -> bool:
@@ -107,34 +108,26 @@ class LocalPool(Pool):
         return f"GPU {','.join(gpus)}" if gpus else f"{num_cores} core{'s' * (num_cores > 1)}"
 
     def wait(self, seconds: float) -> list[Ended]:
-        gone = [number for number in self._orphans if not is_locked(self._running[number].console)]
-        ended = [self._ended(number, None) for number in gone]
-        sentinels = {job.process.sentinel: n for n, job in self._running.items() if n not in self._orphans}
-        if not sentinels:
-            time.sleep(0 if ended else seconds)
-            return ended
-        for sentinel in wait(list(sentinels), seconds):
-            number = sentinels[sentinel]  # type: ignore[index]
-            job = self._running[number]
-            job.process.join()
+        sentinels = [job.process.sentinel for job in self._running.values() if job.process.exitcode is None]
+        if sentinels:
+            wait(sentinels, seconds)
+        else:
+            time.sleep(seconds)
+        ended = []
+        for number, job in list(self._running.items()):
             code = job.process.exitcode
-            if code == _SERVER_DIED and is_locked(job.console):
-                self._orphans.add(number)
-            else:
-                ended.append(self._ended(number, None if code == _SERVER_DIED else code))
+            if code is None or (code == _SERVER_DIED and is_locked(job.console)):
+                continue
+            del self._running[number]
+            self._cores = sorted([*self._cores, *job.cores])
+            self._gpus = sorted([*self._gpus, *job.gpus])
+            job.process.close()
+            if code == -signal.SIGTERM and number in self._asked_to_stop:  # before it had a handler for the signal
+                code = STOPPED
+            self._asked_to_stop.discard(number)
+            known = code != _SERVER_DIED
+            ended.append(Ended(number, code) if known else Ended(number, None, "the server that started it was killed"))
         return ended
-
-    def _ended(self, number: int, code: int | None) -> Ended:
-        """Give the cores and GPUs of job `number` back; `code` is None if its fork server died before it."""
-        job = self._running.pop(number)
-        self._orphans.discard(number)
-        self._cores = sorted([*self._cores, *job.cores])
-        self._gpus = sorted([*self._gpus, *job.gpus])
-        job.process.close()
-        if code == -signal.SIGTERM and number in self._asked_to_stop:  # before it had a handler for the signal
-            code = STOPPED
-        self._asked_to_stop.discard(number)
-        return Ended(number, code, "" if code is not None else "the server that started it was killed")
 
     def stop(self, numbers: list[int]) -> None:
         for number in numbers:

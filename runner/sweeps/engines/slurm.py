@@ -111,8 +111,15 @@ class _Array(NamedTuple):
     token: str
     jobs: list[Job]
 
-    def handle(self, index: int) -> str:
-        return f"{self.token}_{index}"
+
+@dataclass
+class _Started:
+    """A job that is waiting or running."""
+
+    handle: str
+    id: str = ""  # empty until SLURM knows the job
+    is_stopped: bool = False
+    num_looks: int = 0  # how many calls of squeue in a row have said that it is lost
 
 
 class SlurmPool(Pool):
@@ -130,33 +137,28 @@ class SlurmPool(Pool):
         self._asked = time.monotonic()
         self._arrays: dict[Resources, _Array] = {}
         """Those that have not been submitted yet."""
-        self._handles: dict[int, str] = {}
-        self._ids: dict[str, str] = {}
+        self._jobs: dict[int, _Started] = {}
         self._ended: list[Ended] = []
-        self._stopped: set[int] = set()
-        self._looks: dict[int, int] = {}
         self._is_working = False
         """Whether SLURM has accepted jobs of this sweep, so that its options are not the reason if it rejects some."""
         self._num_failures, self._due = 0, 0.0
 
     def submit(self, job: Job) -> str | None:
-        if len(self._handles) >= self._options.slots:
+        if len(self._jobs) >= self._options.slots:
             return None
-        self._stopped.discard(job.number)
         match = _SLOT.fullmatch(job.earlier)
         handle = match[1] if match else ""
         job_id, state = self._earlier.pop(handle, ("", ""))
-        active = [job_id] if job_id and state not in _FINAL_STATES else []
-        if not job.is_changed and (active or (handle and self._code(handle) in SETTLED)):
-            self._handles[job.number], self._is_working = handle, True
-            if active:
-                self._ids[handle] = job_id
+        if state in _FINAL_STATES:
+            job_id = ""
+        if not job.is_changed and (job_id or (handle and self._code(handle) in SETTLED)):
+            self._jobs[job.number], self._is_working = _Started(handle, job_id), True
             return job.earlier
-        _stop(active)  # its config has changed: the new job waits for its end, by the lock of the console file
+        _stop([job_id] if job_id else [])  # its config has changed; the new job waits for the lock of the console file
         array = self._arrays.setdefault(self._options.resources(job.demand), _Array(secrets.token_hex(4), []))
-        handle = self._handles[job.number] = array.handle(len(array.jobs))
+        self._jobs[job.number] = _Started(f"{array.token}_{len(array.jobs)}")
         array.jobs.append(job)
-        return f"slurm {handle}"
+        return f"slurm {self._jobs[job.number].handle}"
 
     def wait(self, seconds: float) -> list[Ended]:
         if time.monotonic() >= self._due:
@@ -169,23 +171,23 @@ class SlurmPool(Pool):
         return ended
 
     def stop(self, numbers: list[int]) -> None:
-        self._stopped |= self._handles.keys() & set(numbers)
+        for number in self._jobs.keys() & set(numbers):
+            self._jobs[number].is_stopped = True
         for resources, array in list(self._arrays.items()):  # only as a whole: handles have the indices of its jobs
-            if self._stopped.issuperset(job.number for job in array.jobs):
+            if all(self._jobs[job.number].is_stopped for job in array.jobs):
                 self._give_up(resources, "")
         self._signal_stopped()
 
     def _signal_stopped(self) -> None:
         """Stop the jobs passed to `stop`, again and again: SLURM drops a signal for a job that has no process yet."""
-        handles = [self._handles[number] for number in self._stopped & self._handles.keys()]
-        _stop([self._ids[handle] for handle in handles if handle in self._ids])
+        _stop([job.id for job in self._jobs.values() if job.is_stopped and job.id])
 
     def kill(self) -> None:
-        cancel([*self._ids.values()], f"--signal={KILL.name[3:]}")
-        cancel([*self._ids.values()])
-        self._ids.clear()
+        ids = [job.id for job in self._jobs.values() if job.id]
+        cancel(ids, f"--signal={KILL.name[3:]}")
+        cancel(ids)
         self._arrays.clear()
-        self._handles.clear()
+        self._jobs.clear()
 
     def _submit_arrays(self) -> None:
         """Submit the arrays. If SLURM rejects one, they are due again later, but only a few times."""
@@ -197,7 +199,7 @@ class SlurmPool(Pool):
                     answer("scancel", f"--name={self._name}-{array.token}")
                 if not self._is_working:
                     self._arrays.clear()
-                    self._handles.clear()
+                    self._jobs.clear()
                     remedy = "correct the option of the sweep that SLURM names, or try again"
                     raise ConfigError("sweep", "slurm", str(error), remedy) from None
                 self._num_failures += 1
@@ -208,14 +210,15 @@ class SlurmPool(Pool):
                 self._give_up(resources, str(error))
             else:
                 del self._arrays[resources]
-                self._ids |= {array.handle(index): job_id for index, job_id in enumerate(ids)}
+                for job, job_id in zip(array.jobs, ids, strict=True):
+                    self._jobs[job.number].id = job_id
                 self._is_working = True
             self._num_failures = 0
 
     def _give_up(self, resources: Resources, why: str) -> None:
         """Report all jobs of an array that has not been submitted as ended, for the reason `why`."""
         for job in self._arrays.pop(resources).jobs:
-            self._end(job.number, STOPPED if job.number in self._stopped else None, why)
+            self._end(job.number, STOPPED if self._jobs[job.number].is_stopped else None, why)
 
     def _sbatch(self, resources: Resources, array: _Array) -> list[str]:
         """Submit an array, and return the SLURM job IDs of its jobs, in the order of the jobs."""
@@ -224,10 +227,8 @@ class SlurmPool(Pool):
 
         (self._folder / ENDS).mkdir(parents=True, exist_ok=True)
         options, variables = self._options, {"OMP_NUM_THREADS": str(resources.threads)}
-        tasks = [
-            SlurmTask(task(job.arguments, job.console, variables), str(self._folder / ENDS / array.handle(index)))
-            for index, job in enumerate(array.jobs)
-        ]
+        ends = [str(self._folder / ENDS / self._jobs[job.number].handle) for job in array.jobs]
+        tasks = [task(job.arguments, job.console, variables) for job in array.jobs]
         chosen = {key: getattr(options, key) for key in ("partition", "account", "qos", "constraint")}
         chosen["mem"] = f"{round(options.mem_gb * 1024)}M" if options.mem_gb is not None else None
         chosen["gpus_per_node"] = resources.gpus or None
@@ -245,10 +246,9 @@ class SlurmPool(Pool):
             setup=[*(f"export {name}={quote(text)}" for name, text in python_path().items()), *options.setup],
             additional_parameters={"requeue": True, **options.additional},
         )
-        inside_a_job = "SLURM_JOB_ID" in os.environ
         try:
-            with clean_env() if inside_a_job else nullcontext(), redirect_stderr(StringIO()):
-                return [job.job_id for job in executor.submit_array(tasks)]
+            with clean_env() if "SLURM_JOB_ID" in os.environ else nullcontext(), redirect_stderr(StringIO()):
+                return [job.job_id for job in executor.submit_array([*map(SlurmTask, tasks, ends)])]
         except Exception as error:  # submitit has several kinds, and the operating system its own
             why = " ".join(str(error).split()) or type(error).__name__
             raise SlurmError(f"sbatch has not accepted the jobs: {why}") from None
@@ -261,17 +261,17 @@ class SlurmPool(Pool):
         return None
 
     def _end(self, number: int, code: int | None, reason: str = "") -> None:
-        self._ids.pop(self._handles.pop(number), None)
-        self._looks.pop(number, None)
+        del self._jobs[number]
         self._ended.append(Ended(number, code, reason))
 
     def _find_ended(self) -> None:
-        names = set(os.listdir(self._folder / ENDS)) if self._handles and (self._folder / ENDS).is_dir() else set()
-        for number, handle in list(self._handles.items()):
-            if handle in names and (code := self._code(handle)) is not None:
+        names = set(os.listdir(self._folder / ENDS)) if self._jobs and (self._folder / ENDS).is_dir() else set()
+        for number, job in list(self._jobs.items()):
+            if job.handle in names and (code := self._code(job.handle)) is not None:
                 self._end(number, code)
-        is_urgent = self._looks or self._stopped & self._handles.keys()
-        if self._ids and time.monotonic() >= self._asked + (_ASK_AGAIN_SECONDS if is_urgent else _ASK_SECONDS):
+        submitted = [job for job in self._jobs.values() if job.id]
+        pause = _ASK_AGAIN_SECONDS if any(job.num_looks or job.is_stopped for job in submitted) else _ASK_SECONDS
+        if submitted and time.monotonic() >= self._asked + pause:
             self._find_lost()
             self._signal_stopped()
 
@@ -283,15 +283,15 @@ class SlurmPool(Pool):
         except SlurmError as error:
             log.warning("%s; trying again", error)
             return
-        for number, handle in list(self._handles.items()):
-            _, state = listed.get(handle, ("", ""))
-            if handle not in self._ids or (state and state not in _FINAL_STATES):
-                self._looks.pop(number, None)
+        for number, job in list(self._jobs.items()):
+            _, state = listed.get(job.handle, ("", ""))
+            if not job.id or (state and state not in _FINAL_STATES):
+                job.num_looks = 0
                 continue
-            self._looks[number] = self._looks.get(number, 0) + 1
-            if number in self._stopped or (state == "CANCELLED" and self._looks[number] == _MAX_LOOKS):
+            job.num_looks += 1
+            if job.is_stopped or (state == "CANCELLED" and job.num_looks == _MAX_LOOKS):
                 self._end(number, STOPPED)
-            elif self._looks[number] == _MAX_LOOKS:
+            elif job.num_looks == _MAX_LOOKS:
                 self._end(number, None, f"SLURM says {state}" if state else "SLURM no longer knows the job")
 
 

@@ -1,7 +1,6 @@
 """Tests of `sweep=local`: the cores and GPUs that each job gets, and how jobs are stopped and killed."""
 
 import fcntl
-import json
 import os
 import signal
 from collections.abc import Iterator
@@ -15,8 +14,8 @@ from helpers.compose import TINY_CPU
 from helpers.pool_jobs import exit_codes_of
 
 from runner.config.errors import ConfigError
-from runner.storage import run_directory
 from runner.storage.files import is_locked
+from runner.storage.run_directory import read_result
 from runner.sweeps.engines import local
 from runner.sweeps.engines.base import Demand, Ended, Job, Pool
 from runner.sweeps.engines.local import Local, LocalPool
@@ -31,10 +30,11 @@ def pool(tmp_path) -> Iterator[Pool]:
 
 
 def job(tmp_path: Path, number: int, *arguments: str, **demand: int) -> Job:
-    words = [*TINY_CPU, *arguments, f"--run-directory={tmp_path / str(number)}"]
-    return Job(
-        number, words, tmp_path / f"{number}.txt", Demand(**demand), directory=Path(f"00{number}-optimizer.lr=0.1")
+    words, directory = (
+        [*TINY_CPU, *arguments, f"--run-directory={tmp_path / str(number)}"],
+        Path(f"00{number}-a.lr=0.1"),
     )
+    return Job(number, words, tmp_path / f"{number}.txt", Demand(**demand), directory=directory)
 
 
 def test_jobs_run_concurrently_as_commands_and_print_to_their_files(pool, tmp_path):
@@ -46,10 +46,6 @@ def test_jobs_run_concurrently_as_commands_and_print_to_their_files(pool, tmp_pa
         assert name.read_text() == "000-lr=0.1\n", "what ps shows"
     os.kill(process.pid or 0, signal.SIGSEGV)
     assert exit_codes_of(pool, 0) == {0: -signal.SIGSEGV}
-    pool.submit(job(tmp_path, 2, "steps=2"))
-    assert exit_codes_of(pool, 2) == {2: 0}
-    assert json.loads((tmp_path / "2" / "result.json").read_text())["status"] == "done"
-    assert "done after step 2/2" in (tmp_path / "2.txt").read_text()
     assert (tmp_path / "1.txt").read_text() == "optimizer.lrr: there is no such key;\n  did you mean optimizer.lr?\n"
 
 
@@ -80,9 +76,11 @@ def test_jobs_go_on_when_the_fork_server_is_killed(pool, tmp_path):
     assert pool.submit(job(tmp_path, 2, processes=1024)) is None, "the second job still has its core"
     pool.stop([1])
     assert exit_codes_of(pool, 1) == {1: None}
-    assert run_directory.read_result(tmp_path / "1")["status"] == "stopped"
+    assert read_result(tmp_path / "1")["status"] == "stopped"
     pool.submit(job(tmp_path, 2, "steps=2"))
     assert exit_codes_of(pool, 2) == {2: 0}
+    assert read_result(tmp_path / "2")["status"] == "done"
+    assert "done after step 2/2" in (tmp_path / "2.txt").read_text()
 
 
 def test_a_job_that_a_killed_command_left_running_is_waited_for(pool, tmp_path):
@@ -104,13 +102,13 @@ def machine(monkeypatch) -> dict[str, list]:
     has: dict[str, list] = {"gpus": [], "started": []}
 
     def process(args: tuple, **_: object) -> mock.Mock:
-        has["started"].append(args)
-        return mock.Mock(pid=1, exitcode=0, sentinel=len(has["started"]))
+        has["started"].append(mock.Mock(args=args, pid=1, exitcode=None))
+        return has["started"][-1]
 
     monkeypatch.setattr(local, "usable_core_numbers", lambda: list(range(8)))
     monkeypatch.setattr(local, "visible_gpus", lambda: list(has["gpus"]))
     monkeypatch.setattr(local, "get_context", lambda method: mock.Mock(Process=process))
-    monkeypatch.setattr(local, "wait", lambda sentinels, seconds: sentinels[:1])
+    monkeypatch.setattr(local, "wait", lambda sentinels, seconds: None)
     return has
 
 
@@ -130,7 +128,7 @@ def submitted(pool: LocalPool, *demands: Demand) -> list[str | None]:
 )
 def test_the_cores_are_divided_among_the_jobs(options, demands, wanted, machine):
     assert submitted(LocalPool(*options), *demands) == wanted
-    used = [core for args in machine["started"] for core in args[2]]
+    used = [core for each in machine["started"] for core in each.args[2]]
     assert len(used) == len(set(used)), "a core has one job"
 
 
@@ -139,7 +137,8 @@ def test_each_job_has_gpus_of_its_own(machine):
     pool = LocalPool("auto", "auto", 20)
     demands = Demand(gpus=2), Demand(gpus=2), Demand(gpus=1), Demand(gpus=1), Demand()
     assert submitted(pool, *demands) == ["GPU 0,1", None, "GPU 3", None, "1 core"]
-    assert [args[4]["CUDA_VISIBLE_DEVICES"] for args in machine["started"]] == ["0,1", "3", ""]
+    assert [each.args[4]["CUDA_VISIBLE_DEVICES"] for each in machine["started"]] == ["0,1", "3", ""]
+    machine["started"][0].exitcode = 0
     assert pool.wait(0) == [Ended(0, 0)]
     assert submitted(pool, Demand(gpus=1)) == ["GPU 0"]
     with pytest.raises(ConfigError, match="3 GPUs are visible, and job 0 needs 4"):

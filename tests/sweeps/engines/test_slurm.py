@@ -97,13 +97,6 @@ def test_stop_makes_running_jobs_save_and_cancels_waiting_jobs(pool, cluster):
     assert wait_until_ended(pool, 1)[1].reason == "SLURM says NODE_FAIL"
 
 
-def test_a_job_ends_with_the_process_that_manages_it(pool):
-    pool.submit(job(0, "until=never"))
-    wait_until_started(pool, 0)
-    os.kill(reports_of_job(0)[0]["parent"], signal.SIGKILL)
-    wait_until(lambda: not processes(), what="the command goes on")
-
-
 def test_killed_jobs_leave_no_process_and_do_not_save(cluster):
     with Slurm().connect(2, Path.cwd()) as pool:
         for number in (0, 1):
@@ -268,16 +261,16 @@ def checkpoints(cwd: Path, number: int) -> list[Path]:
 
 
 def test_resume_of_a_preempted_job_that_a_later_command_adopts_is_bitwise_exact(tmp_path):
-    """The job trains with DDP, and starts its ranks itself. The scheduler is killed before the job is preempted."""
-    words, cluster = ("seed=1", "parallel=ddp"), FakeSlurm(tmp_path / "cluster")
+    """The scheduler is killed before the job is preempted."""
+    cluster = FakeSlurm(tmp_path / "cluster")
     try:
-        first = start_sweep(tmp_path / "sweep", cluster, *words, "+sweep.additional.nice=7")
+        first = start_sweep(tmp_path / "sweep", cluster, "seed=1", "+sweep.additional.nice=7")
         wait_until(lambda: first.command_exit_code is not None or checkpoints(first.cwd, 0))
         first.signal_processes(signal.SIGKILL)
         first.wait()
         cluster.signal("101", signal.SIGUSR2)
         asked = len(cluster.calls("squeue"))
-        later = start_sweep(tmp_path / "sweep", cluster, *words, "+sweep.additional.nice=7", "resume=auto")
+        later = start_sweep(tmp_path / "sweep", cluster, "seed=1", "+sweep.additional.nice=7", "resume=auto")
         wait_until(lambda: later.command_exit_code is not None or len(cluster.calls("squeue")) > asked)
         (later.cwd / "go").touch()  # the job was still running when the later command adopted it
         code, output = later.wait_for_all_processes()
@@ -290,7 +283,7 @@ def test_resume_of_a_preempted_job_that_a_later_command_adopts_is_bitwise_exact(
     assert [entry["state"] for entry in json.loads(ledger.read_text())["jobs"].values()] == ["done"]
     [report] = later.cwd.glob("outputs/sweeps/*/*/000-*/environment.json")
     assert json.loads(report.read_text())["variables"]["OMP_NUM_THREADS"] == "1"
-    assert run_command(*RUN, *words, cwd=tmp_path / "alone")[0] == 0
+    assert run_command(*RUN, "seed=1", cwd=tmp_path / "alone")[0] == 0
     [undisturbed] = tmp_path.glob("alone/outputs/*/*/checkpoints/step_00000040/model.safetensors")
     preempted = checkpoints(later.cwd, 0)[-1] / "model.safetensors"
     assert preempted.read_bytes() == undisturbed.read_bytes(), "to the last bit"
