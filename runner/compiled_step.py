@@ -37,7 +37,7 @@ class CompiledStep:
 
     def __init__(self, state: State):
         self._state, run, model, device = state, state.run, state.model, state.session.device
-        if run.precision.scales_loss:
+        if run.precision.compute_dtype(device) == torch.float16:
             why = "loss scaling decides after each step whether to keep the update"
             raise ConfigError("compile", "step", why, "precision=bf16, or compile=true")
         has_momentum = any(group.get("momentum") for group in state.optimizer.param_groups)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import statistics
 import time
@@ -15,7 +14,7 @@ import torch
 
 from runner.config.errors import ConfigError, check, check_range
 from runner.system import accelerator
-from runner.system.cpu import cores_per_process, cpu_model, local_world_size, seconds_without_core, usable_core_numbers
+from runner.system.cpu import cores_per_process, cpu_model, local_world_size, usable_core_numbers
 from runner.system.memory import freed_memory_kept
 
 
@@ -58,10 +57,6 @@ class Device:
         why = "the device is the cpu"
         check(self.index is None, "index", self.index, why, "leave device.index=null")
         check(not self.indices, "indices", self.indices, why, "leave device.indices=[]")
-
-    def resolve(self) -> torch.device:
-        """Return the device to compute on: the first of `resolve_all`."""
-        return self.resolve_all()[0]
 
     def resolve_all(self) -> list[torch.device]:
         """Return the devices to compute on: those that `index` or `indices` selects, all visible ones, or the CPU.
@@ -157,29 +152,6 @@ def oversubscription(device: torch.device, num_data_workers: int) -> str:
     counts = {"parallel.processes": processes, "device.threads": threads, "data.workers": num_data_workers}
     fewer = ", ".join(key for key, count in counts.items() if count > (key != "data.workers"))
     return f"{each}: {total} threads compete for {cores} cores; try fewer ({fewer})"
-
-
-class BusyMachine:
-    """Finds out whether other work keeps the cores busy that the threads of a run need, which wait for each other."""
-
-    def __init__(self, device: torch.device):
-        self._threads = torch.get_num_threads() if device.type == "cpu" else 1
-        self._since, self._waited = time.perf_counter(), seconds_without_core()
-
-    def warning(self) -> str:
-        """Return a warning, once, if half a thread was without a core since the last call, 5 s ago or more; or ""."""
-        seconds = time.perf_counter() - self._since
-        if self._threads == 1 or self._waited is None or seconds < 5:
-            return ""
-        waited = seconds_without_core() or 0.0
-        waiting = (waited - self._waited) / seconds
-        self._since, self._waited = self._since + seconds, waited
-        if waiting < 0.5:
-            return ""
-        why = f"of {self._threads} threads, {waiting:.1f} were waiting for one on average for {seconds:.0f} s"
-        fewer = max(1, self._threads - math.ceil(waiting))
-        self._threads = 1
-        return f"the cores are busy with other work: {why}; fewer may be faster: device.threads={fewer}"
 
 
 def _use_deterministic(wanted: bool) -> None:

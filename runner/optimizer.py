@@ -197,13 +197,15 @@ class Adam(Optimizer):
     eps: float = 1e-8
 
     def build_from_groups(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        cls = next(each for base in type(self).__mro__ if (each := getattr(torch.optim, base.__name__, None)))
-        return cls(groups, **self._arguments(cls))
+        return torch.optim.Adam(groups, **self._arguments(torch.optim.Adam))
 
 
 @dataclass
 class AdamW(Adam):
     """Adam with decoupled weight decay (Loshchilov and Hutter, 2019; `torch.optim.AdamW`)."""
+
+    def build_from_groups(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(groups, **self._arguments(torch.optim.AdamW))
 
 
 _ELSEWHERE = ("Optimizer", "LBFGS", "SparseAdam", "Muon")
@@ -226,10 +228,6 @@ class Named(Optimizer):
             why = "torch.optim has no such optimizer for a network;"
             raise ConfigError("optimizer.name", self.name, why, did_you_mean(self.name, known))
         cls, options = known[self.name], self.options or {}
-        has = inspect.signature(cls).parameters.keys() - {"params", "lr", "weight_decay", "fused", "foreach"}
-        for key in options.keys() - has:
-            why = f"{self.name} has no such option;"
-            raise ConfigError(f"optimizer.options.{key}", ABSENT, why, did_you_mean(key, has))
         if self.weight_decay and "weight_decay" not in inspect.signature(cls).parameters:
             why = f"{self.name} has no weight decay"
             raise ConfigError("optimizer.weight_decay", self.weight_decay, why, "optimizer.weight_decay=0")

@@ -27,9 +27,6 @@ class Precision:
 
     description: ClassVar[str] = "float32"
 
-    scales_loss = False
-    """Whether an update is skipped if a gradient overflows; known after `prepare`."""
-
     tolerance: ClassVar[float] = 1e-6
     """The largest relative difference of weights, after a few steps, to expect between a mode and a single device."""
 
@@ -183,10 +180,6 @@ class Float16(BFloat16):
         self._scaler = torch.amp.GradScaler(
             device.type, init_scale=self.init_scale, growth_interval=self.growth_interval
         )
-
-    @property
-    def scales_loss(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self._scaler is not None
 
     def compute_dtype(self, device: torch.device) -> torch.dtype:
         return torch.float16 if accelerator.scales_float16(device) else torch.bfloat16

@@ -110,10 +110,8 @@ class Run:
         for key in ("eval_every", "save_every", "keep"):
             check_range(self, key, least=0, most=_LARGEST)
         if not isinstance(self.compile, bool) and self.compile not in ("blocks", "step"):
-            choices = ("true", "false", "blocks", "step")
-            raise ConfigError(
-                "compile", self.compile, "there is no such choice;", did_you_mean(str(self.compile), choices)
-            )
+            remedy = did_you_mean(self.compile, ("true", "false", "blocks", "step"))
+            raise ConfigError("compile", self.compile, "there is no such choice;", remedy)
         check_range(self, "epochs", above=0, most=1_000_000)
         check_range(self, "max_grad_norm", above=0)
         if self.steps is None and self.epochs is None and self.workload.num_steps(self.batch_size) is None:
@@ -278,9 +276,6 @@ def describe_model(model: torch.nn.Module) -> str:
     return f"{type(model).__name__}, {trained:,} trainable parameters, {size / 1e6:,.2f} MB"
 
 
-_NOT_HASHED = (*LOCATION_KEYS, "tracking")
-
-
 def config_hash(config: Mapping[str, Any]) -> str:
     """Return a hash of `hashed_options(config)` as 12 hexadecimal digits."""
     return hashlib.sha256(json.dumps(hashed_options(config), sort_keys=True, default=str).encode()).hexdigest()[:12]
@@ -291,4 +286,4 @@ def hashed_options(config: Mapping[str, Any]) -> dict[str, Any]:
 
     To compare two configs, compare these parts, not their hashes: 1 and 1.0 are equal, but their hashes differ.
     """
-    return redacted_values({key: value for key, value in config.items() if key not in _NOT_HASHED})
+    return redacted_values({key: value for key, value in config.items() if key not in (*LOCATION_KEYS, "tracking")})

@@ -15,7 +15,7 @@ import torch
 
 from runner.config import user_code
 from runner.config.errors import ConfigError
-from runner.device import BusyMachine, flops_per_second
+from runner.device import flops_per_second
 from runner.parallel.session import Session
 from runner.result import Result
 from runner.run import Run, config_hash
@@ -68,7 +68,6 @@ class State:
         has_target = type(run.workload).after_step is not Workload.after_step
         self.weights_are_followed = has_target or run.ema.decay is not None
         self.metric_buffer = MetricBuffer(run.workload.train_metrics, session.device)
-        self.busy_machine = BusyMachine(session.device)
         self.step_timer = StepTimer(session.devices)
         self.metrics: dict[str, float] = {}
         self.best: dict[str, Any] = {}

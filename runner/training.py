@@ -253,8 +253,6 @@ def log_training(state: State, recorder: Recorder, progress: Progress, norm: tor
     if state.session.steps_per_epoch:
         points["epoch"] = step / state.session.steps_per_epoch
     points |= memory.usage(state.session.device)
-    if state.session.rank == 0 and (why := state.busy_machine.warning()):
-        log.warning("%s", why)
     # At once, as each call is a record on the disk, and a request to a remote tracker.
     recorder.scalars(points | state.logged_by_hooks(points), step)
 

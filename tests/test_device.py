@@ -2,7 +2,6 @@
 
 import os
 import re
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from unittest import mock
@@ -13,7 +12,7 @@ from helpers.fake_cuda import simulate_accelerators
 
 import runner.device
 from runner.config.errors import ConfigError
-from runner.device import BusyMachine, Device, default_threads, oversubscription
+from runner.device import Device, default_threads, oversubscription
 
 
 @pytest.fixture
@@ -29,7 +28,7 @@ def machine(monkeypatch):
 
 def refusal(device: Device) -> ConfigError:
     with pytest.raises(ConfigError) as refused:
-        device.resolve()
+        device.resolve_all()[0]
     return refused.value
 
 
@@ -39,7 +38,7 @@ def refusal(device: Device) -> ConfigError:
 )
 def test_auto_takes_the_accelerator_of_torch_or_the_cpu(machine, num_cuda, mps, expected):
     machine(num_cuda, mps)
-    assert Device().resolve() == torch.device(expected)
+    assert Device().resolve_all()[0] == torch.device(expected)
 
 
 def test_an_absent_device_is_refused_by_key(machine, monkeypatch):
@@ -62,8 +61,8 @@ def test_an_absent_device_is_refused_by_key(machine, monkeypatch):
 
 def test_the_first_of_the_named_devices_is_used_by_a_mode_with_one(machine):
     machine(4)
-    assert Device(indices=[2]).resolve() == torch.device("cuda:2")
-    assert Device(kind="cuda", indices=[3, 1]).resolve() == torch.device("cuda:3")
+    assert Device(indices=[2]).resolve_all()[0] == torch.device("cuda:2")
+    assert Device(kind="cuda", indices=[3, 1]).resolve_all()[0] == torch.device("cuda:3")
     assert Device(indices=[3, 1]).resolve_all() == [torch.device("cuda:3"), torch.device("cuda:1")]
     assert refusal(Device(indices=[4])).key == "indices"
 
@@ -161,22 +160,3 @@ def test_more_threads_than_cores_are_reported(device, processes, threads, worker
     with monkeypatch.context() as patched:
         patched.setattr(torch, "get_num_threads", lambda: threads)
         assert oversubscription(torch.device(device), workers).partition(" compete for 2 cores")[0] == expected
-
-
-@pytest.mark.cases(
-    (2, 10.0, 16.0, "1.6 were waiting for one on average for 10 s; fewer may be faster: device.threads=1"),
-    (16, 10.0, 9.0, "0.9 were waiting for one on average for 10 s; fewer may be faster: device.threads=15"),
-    (2, 10.0, 1.0, ""),  # a quiet machine
-    (1, 10.0, 9.0, ""),  # there is nothing to type
-    (2, 2.0, 2.0, ""),  # too short to know,
-)
-def test_a_busy_machine_is_noticed_once_while_training(threads, seconds, waited, advised, monkeypatch):
-    periods = [0, 0, 1, 2]
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    monkeypatch.setattr(time, "perf_counter", lambda: 100.0 + periods[0] * seconds)
-    monkeypatch.setattr(runner.device, "seconds_without_core", lambda: 7.0 + periods[0] * waited)
-    machine, warnings = BusyMachine(torch.device("cpu")), []
-    while periods.pop(0) < 2:
-        warnings.append(machine.warning())
-    assert [bool(warning) for warning in warnings] == [False, bool(advised), False]
-    assert warnings[1].endswith(advised)

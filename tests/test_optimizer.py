@@ -148,7 +148,7 @@ def test_a_pipeline_stage_has_the_parameter_groups_of_the_whole_model():
 
 @pytest.mark.cases(
         ({"name": "Adagrab"}, "name"), ({"name": "LBFGS"}, "name"), ({"name": "Muon"}, "name"),
-        ({"options": {"lr_decoy": 0.1}}, "options.lr_decoy"), ({"options": {"lr": 0.1}}, "options.lr"),
+        ({"options": {"lr_decoy": 0.1}}, "options"), ({"options": {"lr": 0.1}}, "options"),
         ({"options": {"lr_decay": -1.0}}, "options"), ({"name": "Rprop", "weight_decay": 0.1}, "weight_decay"),
 )  # fmt: skip
 def test_what_a_named_optimizer_does_not_take_is_refused_by_key(options, key):

@@ -145,25 +145,20 @@ _LIBRARIES = tuple(
 )
 
 
-def is_library(file: str) -> bool:
+def described(error: BaseException) -> str:
+    """Return the type and message of an error, and the line of user code: `ValueError: negative (mine.py:12)`."""
+    frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    lines = [(file, line) for file, line in frames if not _is_library(file)]
+    if isinstance(error, SyntaxError) and error.filename:
+        lines = [(error.filename, error.lineno)]
+    where = f" ({shown(lines[-1][0])}:{lines[-1][1]})" if lines else ""
+    return f"{type(error).__name__}: {error}{where}"
+
+
+def _is_library(file: str) -> bool:
     """Return whether a source file is part of this project, of Python or of an installed package."""
     installed = {"site-packages", "dist-packages"} & {*Path(file).parts}
     return file.startswith(("<frozen", "<string", "<eval", *_LIBRARIES)) or bool(installed)
-
-
-def location(error: BaseException) -> str:
-    """Return `mine.py:12`, the innermost line of user code in the traceback of `error`; empty if there is none."""
-    if isinstance(error, SyntaxError) and error.filename:
-        return f"{shown(error.filename)}:{error.lineno}"
-    frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
-    ours = [f"{shown(file)}:{line}" for file, line in frames if not is_library(file)]
-    return ours[-1] if ours else ""
-
-
-def described(error: BaseException) -> str:
-    """Return the type and the message of an error, and its `location`: `ValueError: negative (mine.py:12)`."""
-    where = location(error)
-    return f"{type(error).__name__}: {error}" + (f" ({where})" if where else "")
 
 
 def shown(file: str) -> str:

@@ -45,12 +45,12 @@ def groups_in_defaults() -> set[str]:
 @cache
 def root_keys() -> set[str]:
     """Return the keys of the root config, including the config groups."""
-    return {*groups_in_defaults(), *_keys(CONF / "config.yaml")}
+    return {*groups_in_defaults(), *map(str, OmegaConf.load(CONF / "config.yaml"))} - {"defaults", "hydra"}
 
 
 def option_keys(group: str, option: str) -> list[str]:
-    """Return the keys of `option` in the config group `group`, including keys inherited through the defaults list."""
-    return _keys(CONF / group / f"{option}.yaml", group)
+    """Return the keys of `option` in the config group `group`, including inherited keys."""
+    return [key for key in option_contents(group)[option] if key not in ("_target_", "hydra")]
 
 
 def option_name(group: str, node: Mapping[str, Any]) -> str:
@@ -73,11 +73,17 @@ def chosen_option(group: str, component: object) -> str:
 
 @cache
 def option_contents(group: str) -> dict[str, dict[str, Any]]:
-    """Return the keys and values that the file of each option of a config group sets."""
-    files = option_files().get(group, {})
-    contents: dict[str, Any] = {name: OmegaConf.to_container(OmegaConf.load(path)) for name, path in files.items()}
-    # An option that also sets keys of other groups, as those of workloads do, has its values under the name of its own.
-    return {name: values.get(group) or values for name, values in contents.items()}
+    """Return the keys and values of each option of a config group, with those that its file inherits."""
+    return {name: _content(path) for name, path in option_files().get(group, {}).items()}
+
+
+def _content(file: Path) -> dict[str, Any]:
+    content: Any = OmegaConf.to_container(OmegaConf.load(file))
+    entries = [entry for entry in content.pop("defaults", []) if isinstance(entry, str) and entry != "_self_"]
+    # `classifier@workload` inherits the option `classifier`
+    inherited = [_content(file.with_name(f"{entry.partition('@')[0]}.yaml")) for entry in entries]
+    values = content.get(file.parent.name) or content  # a file of `@package _global_` nests the keys below the group
+    return {key: value for each in (*inherited, values) for key, value in each.items()}
 
 
 def description(option: Path) -> str:
@@ -97,16 +103,6 @@ def option_file(cls: type) -> str:
     if len(found) > 1:
         return f"conf/{found[0].parent.relative_to(CONF).as_posix()}/"
     return f"conf/{found[0].relative_to(CONF).as_posix()}" if found else "conf/config.yaml"
-
-
-def _keys(file: Path, group: str = "") -> list[str]:
-    content: Any = OmegaConf.load(file)
-    names = [entry for entry in content.get("defaults", []) if isinstance(entry, str) and entry != "_self_"]
-    content = content.get(group, content)  # a file of `@package _global_` nests the keys under the group's name
-    keys = [str(name) for name in content if name not in ("_target_", "defaults", "hydra")]
-    for name in names if group else []:
-        keys += _keys(file.with_name(f"{name.partition('@')[0]}.yaml"), group)  # `classifier@workload` inherits it
-    return keys
 
 
 def _numbers_first(name: str) -> tuple[int, str]:

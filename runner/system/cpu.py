@@ -60,15 +60,6 @@ def cores_per_process() -> int:
     return max(1, len(usable_core_numbers()) // local_world_size())
 
 
-def seconds_without_core() -> float | None:
-    """Return for how long the present threads of this process were ready to run, but had no core: the sum in seconds.
-
-    None if the system does not tell (https://docs.kernel.org/scheduler/sched-stats.html).
-    """
-    nanoseconds = [lines[0].split()[1] for path in _PROC.glob("self/task/*/schedstat") if (lines := _lines(path))]
-    return sum(map(int, nanoseconds)) / 1e9 if nanoseconds else None
-
-
 def _allowed_cores() -> list[int]:
     if hasattr(os, "sched_getaffinity"):  # missing on macOS
         return sorted(os.sched_getaffinity(0))

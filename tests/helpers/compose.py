@@ -122,7 +122,12 @@ def options_of(component: Any, path: str = "") -> dict[str, Any]:
 
 def option_content(group: str, option: str) -> dict[str, Any]:
     """The content of an option file, merged with what it inherits from the files in its defaults list."""
+    return copy.deepcopy(_option_content(group, option))
+
+
+@functools.cache
+def _option_content(group: str, option: str) -> dict[str, Any]:
     content = yaml.safe_load((CONF / group / f"{option}.yaml").read_text(encoding="utf-8"))
     defaults = [name for name in content.pop("defaults", []) if isinstance(name, str) and name != "_self_"]
     inherited = [name for name in defaults if "@" not in name]  # "@" puts a file elsewhere in the config
-    return {key: value for name in inherited for key, value in option_content(group, name).items()} | content
+    return {key: value for name in inherited for key, value in _option_content(group, name).items()} | content

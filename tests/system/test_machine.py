@@ -65,15 +65,6 @@ def test_the_smallest_cpu_quota_of_the_group_and_its_ancestors_applies(group, li
     assert len(processor.usable_core_numbers()) == 1
 
 
-def test_the_time_in_which_threads_wait_for_a_core_is_that_of_all_of_them(machine):
-    assert processor.seconds_without_core() is None, "the system does not tell"
-    for thread, waited in (("7", "1500000000"), ("9", "250000000")):
-        path = machine / "proc" / "self" / "task" / thread / "schedstat"
-        path.parent.mkdir(parents=True)
-        path.write_text(f"800000000 {waited} 12\n")
-    assert processor.seconds_without_core() == 1.75
-
-
 def test_values_that_the_system_does_not_report_are_none(machine, monkeypatch):
     for path in ("proc/cpuinfo", "proc/self/cgroup"):
         (machine / path).unlink()
