@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from helpers.command import Command, run_command, run_successfully
+from helpers.command import Command
 from helpers.compose import TINY_CPU, TrainedRun, build_composed_run, prepare_session, train_in
+from helpers.dry_run import run_in_this_process
 from helpers.events import scalar_curves
 from helpers.plain_loop import weights_at
 from helpers.runs import assert_bitwise_equal, only_run, run_outcome
@@ -212,12 +213,12 @@ def test_a_longer_resume_says_that_the_schedule_is_stretched(tmp_path, caplog):
 def test_the_run_in_a_named_directory_is_resumed_or_renamed(tmp_path):
     words = (*TINY_CPU, "steps=4", "--run-directory=here/run", "resume=auto")
     for wanted in ("done after step 4/4", "all 4 steps are done: nothing is left to do"):
-        code, output = run_command(*words, cwd=tmp_path)
+        code, output = run_in_this_process([*words], tmp_path)
         assert (code, wanted in output) == (0, True), output
     assert "look: tensorboard --logdir here/run\n" in output
-    code, output = run_command("resume=here/run", "--run-directory=there", cwd=tmp_path)
+    code, output = run_in_this_process(["resume=here/run", "--run-directory=there"], tmp_path)
     assert (code, output.startswith("--run-directory: got 'there': resume=RUN continues")) == (2, True), output
-    code, output = run_command(*words, "seed=1", cwd=tmp_path)
+    code, output = run_in_this_process([*words, "seed=1"], tmp_path)
     assert code == 0, output
     said = "here/run has another config: it is now in run.superseded (seed: 0 then, 1 now)"
     assert said in output.replace(f"{tmp_path}/", "")
@@ -227,13 +228,13 @@ def test_the_run_in_a_named_directory_is_resumed_or_renamed(tmp_path):
 
 
 def test_a_finished_run_without_checkpoints_cannot_continue_or_become_shorter(tmp_path):
-    assert run_command(*TINY_CPU, "steps=4", "keep=0", "--run-directory=run", cwd=tmp_path)[0] == 0
+    assert run_in_this_process([*TINY_CPU, "steps=4", "keep=0", "--run-directory=run"], tmp_path)[0] == 0
     before = files(tmp_path / "run")
-    code, output = run_command("resume=run", cwd=tmp_path)
+    code, output = run_in_this_process(["resume=run"], tmp_path)
     assert (code, "nothing is left to do" in output) == (0, True), output
-    code, output = run_command("resume=run", "steps=3", cwd=tmp_path)
+    code, output = run_in_this_process(["resume=run", "steps=3"], tmp_path)
     assert (code, output.startswith("steps: got 3: 4 are done already")) == (2, True), output
-    code, output = run_command("resume=run", "steps=9", cwd=tmp_path)
+    code, output = run_in_this_process(["resume=run", "steps=9"], tmp_path)
     assert (code, "checkpoints to continue from have been deleted" in output) == (2, True), output
     assert files(tmp_path / "run") == before
 
@@ -254,7 +255,7 @@ def test_a_run_whose_directory_is_removed_or_renamed_stops(change, mode, tmp_pat
     assert path.exists() == (change == "replaced")
     assert not list(path.parent.glob("*/*"))
     if change != "removed":
-        code, console = run_command("resume=moved", "stop.max_time=0.1", "parallel=single", cwd=tmp_path)
+        code, console = run_in_this_process(["resume=moved", "stop.max_time=0.1", "parallel=single"], tmp_path)
         assert (code, "resumed after step" in console) == (75, True), console
 
 
@@ -265,17 +266,17 @@ def files(path: Path) -> dict[str, bytes]:
 
 
 def test_a_finished_run_is_not_changed_and_continues_with_more_epochs(tmp_path):
-    code, console = run_command(*TINY_CPU, "epochs=1", "save_every=10", "eval_every=10", cwd=tmp_path)
+    code, console = run_in_this_process([*TINY_CPU, "epochs=1", "save_every=10", "eval_every=10"], tmp_path)
     assert code == 0, console
     path = only_run(tmp_path)
     before = files(path)
-    code, console = run_command(f"resume={path}", "epochs=0.5", cwd=tmp_path)
+    code, console = run_in_this_process([f"resume={path}", "epochs=0.5"], tmp_path)
     assert (code, "steps: got 12: 23 are done already\n" in console) == (2, True), console
-    code, console = run_command(f"resume={path}", cwd=tmp_path)
+    code, console = run_in_this_process([f"resume={path}"], tmp_path)
     assert code == 0
     assert "all 23 steps are done: nothing is left to do" in console
     assert files(path) == before
-    code, console = run_command(f"resume={path}", "epochs=2", cwd=tmp_path)
+    code, console = run_in_this_process([f"resume={path}", "epochs=2"], tmp_path)
     assert code == 0, console
     assert "resumed after step 23" in console
     result = json.loads((path / "result.json").read_text())
@@ -284,22 +285,24 @@ def test_a_finished_run_is_not_changed_and_continues_with_more_epochs(tmp_path):
 
 
 def test_a_resume_that_is_refused_while_the_model_is_built_changes_nothing(tmp_path):
-    run_successfully(tmp_path, *TINY_CPU, "steps=4", "save_every=2", "keep=2")
+    assert run_in_this_process([*TINY_CPU, "steps=4", "save_every=2", "keep=2"], tmp_path)[0] == 0
     path = only_run(tmp_path)
     before = files(path)
     safetensors.torch.save_file({"other": torch.zeros(1)}, tmp_path / "other.safetensors")
     for source in (path, path / "checkpoints/step_00000002"):
-        code, console = run_command(f"resume={source}", "steps=9", "model.weights=other.safetensors", cwd=tmp_path)
+        code, console = run_in_this_process(
+            [f"resume={source}", "steps=9", "model.weights=other.safetensors"], tmp_path
+        )
         assert (code, console.startswith("model.weights: got ")) == (2, True), console
         assert files(path) == before
 
 
 def test_resuming_an_earlier_checkpoint_renames_later_ones(tmp_path):
     schedule = ("steps=12", "save_every=3", "log_every=3", "eval_every=0", "keep=9")
-    assert run_command(*TINY_CPU, *HARD, *schedule, cwd=tmp_path)[0] == 0
+    assert run_in_this_process([*TINY_CPU, *HARD, *schedule], tmp_path)[0] == 0
     path = only_run(tmp_path)
     before = run_outcome(path)
-    code, console = run_command(f"resume={path}/checkpoints/step_00000006", cwd=tmp_path)
+    code, console = run_in_this_process([f"resume={path}/checkpoints/step_00000006"], tmp_path)
     assert code == 0, console
     assert "resumed after step 6" in console
     names = {f"step_{step:08d}" for step in (3, 6, 9, 12)} | {f"step_{step:08d}.superseded" for step in (9, 12)}

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import json
 import re
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 from helpers import compose
-from helpers.command import run_command
+from helpers.dry_run import run_in_this_process
+from helpers.events import scalar_curves
+from helpers.runs import only_run
 
 from runner.config.errors import ConfigError
 from runner.parallel.session import Session
@@ -170,10 +173,29 @@ def test_options_never_change_during_a_run(tmp_path):
         compose.train_in(tmp_path / "changed", run, change)
 
 
+def test_the_default_run_learns_the_digits_writes_its_directory_and_prints_where_it_is(tmp_path):
+    code, console = run_in_this_process([], tmp_path)
+    assert code == 0, console
+    directory = only_run(tmp_path)
+    names = {path.name for path in directory.iterdir()}
+    assert {"config.yaml", "overrides.yaml", "environment.json", "checkpoints", "log.txt", "result.json"} <= names
+    result = json.loads((directory / "result.json").read_text())
+    assert (result["status"], result["steps"]) == ("done", 450)  # 20 epochs of 1,438 samples, 64 per step
+    assert result["best"]["value"] >= result["metrics"]["eval/accuracy"] >= 0.98
+    losses = [value for _, value in scalar_curves(directory)["train/loss"]]
+    assert len(losses) == 9
+    assert losses[-1] < 0.2 < losses[0]
+    steps = {path.name for path in (directory / "checkpoints").iterdir()}
+    assert {"step_00000450", f"step_{result['best']['step']:08d}"} <= steps
+    assert len(steps) <= 3, "two of the latest, and the best"
+    assert "tensorboard --logdir outputs" in console.replace("'", "")
+    assert str(directory.relative_to(tmp_path)) in console
+    assert "best eval/accuracy" in console
+
+
 def test_the_first_lines_say_what_is_trained(tmp_path):
-    code, console = run_command(
-        *compose.TINY_CPU, "steps=3", "precision=bf16", "accumulation=4", "name=first", cwd=tmp_path
-    )
+    words = [*compose.TINY_CPU, "steps=3", "precision=bf16", "accumulation=4", "name=first"]
+    code, console = run_in_this_process(words, tmp_path)
     assert code == 0, console
     [directory] = tmp_path.glob("outputs/first/*")
     keys = "model|data|env|replay|device|precision|parallel|batch|length|directory"

@@ -1,13 +1,12 @@
 """Runs that end before their last step: early stopping, a target, and a time budget."""
 
 import json
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
-from helpers.command import run_command
 from helpers.compose import TINY_CPU, TrainedRun, build_composed_run, compose_config, prepare_session, train_in
+from helpers.dry_run import run_in_this_process
 from helpers.events import scalar_curves
 from helpers.rank_functions import sigterm_at
 from helpers.ranks import train_on_rank
@@ -133,15 +132,6 @@ WORSE_FROM_8 = [3.0, 2.0, 1.0, 0.5, *(1.0 + number for number in range(16))]
 """Losses of evaluations every two steps: the fourth, after step 8, is the best."""
 
 
-def test_a_run_without_improvement_ends_early_and_counts_as_done(tmp_path):
-    run = build_composed_run(*TINY_CPU, *STEPS, LOSS, "stop.patience=3")
-    ended = train_in(tmp_path, run, partial(replace_losses, WORSE_FROM_8))
-    assert (ended.result.status, ended.result.steps) == ("done", 14)
-    assert ended.result.stopped_by.startswith("stop.patience: eval/loss has not improved on 0.5 (step 8)")
-    assert [path.name for path in (tmp_path / "checkpoints").glob("*14")] == ["step_00000014"]
-    assert [step for step, _ in scalar_curves(tmp_path)["eval/loss"]] == [2, 4, 6, 8, 10, 12, 14]
-
-
 @pytest.mark.parametrize("mode", ["ddp", "hogwild", "ensemble", "pipeline"])
 def test_all_ranks_stop_after_the_same_step(mode, ranks, tmp_path):
     overrides = (*TINY_CPU, *STEPS, f"parallel={mode}", LOSS, "stop.patience=3")
@@ -162,23 +152,26 @@ def scripted_where_summarized(mode: str, run: Run, session: Session) -> None:
     replace_losses(losses, run, session)
 
 
-def test_resume_continues_the_count_of_patience(tmp_path):
-    def train(name: str, change: Callable[[Run, Session], None] | None, losses: list[float]) -> TrainedRun:
-        def both(run: Run, session: Session) -> None:
+def test_a_run_without_improvement_is_done_and_a_resume_continues_the_count_of_patience(tmp_path):
+    def train(name: str, losses: list[float], sigterm: int = 0) -> TrainedRun:
+        def change(run: Run, session: Session) -> None:
             replace_losses(losses, run, session)
-            if change is not None:
-                change(run, session)
+            sigterm_at(sigterm, 0, run, session)
 
-        return train_in(tmp_path / name, build_composed_run(*TINY_CPU, *STEPS, LOSS, "stop.patience=3"), both)
+        return train_in(tmp_path / name, build_composed_run(*TINY_CPU, *STEPS, LOSS, "stop.patience=3"), change)
 
-    whole = train("whole", None, WORSE_FROM_8)
-    stopped = train("stopped", partial(sigterm_at, 11, 0), WORSE_FROM_8)
+    whole = train("whole", WORSE_FROM_8)
+    assert (whole.result.status, whole.result.steps) == ("done", 14)
+    assert whole.result.stopped_by.startswith("stop.patience: eval/loss has not improved on 0.5 (step 8)")
+    assert [path.name for path in (tmp_path / "whole/checkpoints").glob("*14")] == ["step_00000014"]
+    assert [step for step, _ in scalar_curves(tmp_path / "whole")["eval/loss"]] == [2, 4, 6, 8, 10, 12, 14]
+    stopped = train("stopped", WORSE_FROM_8, sigterm=11)
     assert (stopped.result.status, stopped.result.steps, stopped.result.stopped_by) == ("stopped", 11, "")
-    resumed = train("stopped", None, WORSE_FROM_8[5:])
+    resumed = train("stopped", WORSE_FROM_8[5:])
     assert (resumed.result.status, resumed.result.steps) == ("done", 14)
     assert resumed.result.stopped_by == whole.result.stopped_by
     assert_bitwise_equal(run_outcome(resumed.directory), run_outcome(whole.directory))
-    again = train("stopped", None, WORSE_FROM_8)
+    again = train("stopped", WORSE_FROM_8)
     assert (again.result.status, again.result.steps) == ("done", 14), "the rule is met already"
 
 
@@ -219,7 +212,7 @@ def without_time_on(without_time: tuple[int, ...], run: Run, session: Session) -
 
 def test_the_exit_code_is_0_after_a_target_and_75_after_max_time(tmp_path):
     early = (*TINY_CPU, *STEPS, LOSS, "stop.target=100", "stop.max_time=100000")
-    code, console = run_command(*early, cwd=tmp_path)
+    code, console = run_in_this_process([*early], tmp_path)
     assert code == 0, console
     directory = only_run(tmp_path)
     result = json.loads((directory / "result.json").read_text())
@@ -227,9 +220,9 @@ def test_the_exit_code_is_0_after_a_target_and_75_after_max_time(tmp_path):
     assert result["stopped_by"].startswith("stop.target: eval/loss is ")
     assert result["stopped_by"] in console
 
-    code, console = run_command(f"resume={directory}", cwd=tmp_path)
+    code, console = run_in_this_process([f"resume={directory}"], tmp_path)
     assert (code, "all 2 steps are done: stop.target" in console) == (0, True), console
     more = ("stop.metric=null", "stop.target=null", "stop.max_time=1e-9")
-    code, console = run_command(f"resume={directory}", *more, cwd=tmp_path)
+    code, console = run_in_this_process([f"resume={directory}", *more], tmp_path)
     assert (code, "resumed after step 2" in console) == (75, True), console
     assert json.loads((directory / "result.json").read_text())["steps"] == 3

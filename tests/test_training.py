@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from helpers.command import run_command
 from helpers.compose import TINY_CPU, build_composed_run, compose_config, train_in
 from helpers.dry_run import run_in_this_process
 from helpers.events import scalar_curves
@@ -135,7 +134,7 @@ def test_no_checkpoint_holds_a_number_that_is_not_finite(trained, monkeypatch, p
 
 
 def test_a_diverged_run_exits_with_3_and_resumes_with_a_smaller_rate(tmp_path):
-    code, said = run_command(*TINY_CPU, *DIVERGING, "log_every=10", "save_every=1", "keep=9", cwd=tmp_path)
+    code, said = run_in_this_process([*TINY_CPU, *DIVERGING, "log_every=10", "save_every=1", "keep=9"], tmp_path)
     assert code == 3, said
     [path] = tmp_path.glob("outputs/*/*")
     result = json.loads((path / "result.json").read_text(), parse_constant=pytest.fail)
@@ -145,9 +144,8 @@ def test_a_diverged_run_exits_with_3_and_resumes_with_a_smaller_rate(tmp_path):
     assert f"diverged_step_{step:08d}_rank_0.pt" in said
     assert str(path / f"diverged_step_{step:08d}_rank_0.pt") in (path / "log.txt").read_text()
     assert saved_steps(path / "checkpoints") == list(range(1, step))
-    code, said = run_command(
-        f"resume={path}/checkpoints/step_00000001", "optimizer.lr=1e-6", "log_every=1", cwd=tmp_path
-    )
+    named = f"resume={path}/checkpoints/step_00000001"
+    code, said = run_in_this_process([named, "optimizer.lr=1e-6", "log_every=1"], tmp_path)
     assert code == 0, said
     assert "resumed after step 1" in said
     read = scalar_curves(path)

@@ -88,18 +88,18 @@ def test_a_list_of_trackers_is_expanded_to_tracking_several():
     assert Composer().job(sweep, 0, ["seed=1", "tracking=[csv]"]).config["tracking"]["names"] == ["csv"]
 
 
-@pytest.mark.cases(
-    ([], 10, 20),
-    (["epochs=2"], None, 2),
-    (["++epochs=2"], None, 2),
-    (["epochs=2", "steps=7"], 7, 2),
-    (["workload.env_steps=500", "workload=dqn"], None, None),
-)
-def test_typed_epochs_go_before_the_steps_of_an_option_file(typed, steps, epochs, tmp_path):
-    composer, words = options(tmp_path, "experiment/short", "steps: 10"), ["experiment=short", *typed]
-    config = composer.run(words).config
-    assert (config["steps"], config["epochs"]) == (steps, epochs)
-    assert composer.job(composer.sweep(["experiment=short"]), 0, words).config["steps"] == steps
+def test_typed_epochs_go_before_the_steps_of_an_option_file(tmp_path):
+    composer = options(tmp_path, "experiment/short", "steps: 10")
+    for typed, steps, epochs in (
+        ([], 10, 20),
+        (["++epochs=2"], None, 2),
+        (["epochs=2", "steps=7"], 7, 2),
+        (["workload.env_steps=500", "workload=dqn"], None, None),
+    ):
+        config = composer.run(["experiment=short", *typed]).config
+        assert (config["steps"], config["epochs"]) == (steps, epochs)
+    sweep = composer.sweep(["experiment=short"])
+    assert composer.job(sweep, 0, ["experiment=short", "epochs=2"]).config["steps"] is None
 
 
 @pytest.mark.parametrize("name", ["", "/nowhere", "x" * 5000])

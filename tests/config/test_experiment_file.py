@@ -24,14 +24,10 @@ def test_the_last_choice_of_a_group_counts_and_deleted_keys_are_left_out():
 
 
 @pytest.mark.cases(
-    ["++seed=4", "steps=null", "name="],
-    ["experiment=[ten_epochs,dqn_mountaincar]"],
-    ["experiment=ten_epochs", "debug=smoke", "seed=3"],
-    ["workload=dqn", "~model", "~ema", "precision='16'", "+x=[1,2]", "name='a, b'"],
-    ["tracking=[tensorboard,csv]"],
-    ["model=resnet18", "model.freeze=[stem]", "optimizer={lr: 0.3}"],
-    ["workload=dqn", "env.id=a/B-v1", "+env.options={a: 1, b: 'x'}"],
-    ["data=imagefolder", "data.root=/data/run #1", "name=007"],
+    ["experiment=[ten_epochs,dqn_mountaincar]", "++seed=4", "steps=null", "name="],
+    ["experiment=ten_epochs", "debug=smoke", "seed=3", "model=resnet18", "model.freeze=[stem]", "optimizer={lr: 0.3}"],
+    ["workload=dqn", "~model", "~ema", "precision='16'", "+x=[1,2]", "env.id=a/B-v1", "+env.options={a: 1, b: 'x'}"],
+    ["tracking=[tensorboard,csv]", "data=imagefolder", "data.root=/data/run #1", "name='a, b'", "name=007"],
     ids=" ".join,
 )
 def test_a_written_experiment_composes_to_the_config_of_its_overrides(overrides, tmp_path):
