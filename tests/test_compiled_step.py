@@ -4,13 +4,14 @@ import logging
 import os
 import shutil
 import signal
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers import catch_env
+from helpers import agents
 from helpers import plain_loop as loops
 from helpers.compose import TINY_CPU, TrainedRun, build_composed_run, compose_config, prepare_session, train_in
 from helpers.rank_functions import sigterm_at
@@ -25,17 +26,13 @@ STEP = "compile=step"
 SMALL = (*TINY_CPU, "model.channels=[2]", "model.hidden=8", *loops.PLAIN_LOOP_OVERRIDES)
 
 
-PIXELS = ("model=nature_cnn", "model.channels=[4,5]", "model.kernel_sizes=[4,3]", "model.strides=[2,1]")
-
-
 def trained(directory: Path, *overrides: str, **options: Any) -> TrainedRun:
     return train_in(directory, build_composed_run(*overrides), **options)
 
 
 @pytest.mark.cases(
-    "nesterov",
     "adam",
-    *(pytest.param(n, marks=pytest.mark.slow) for n in ("sgd", "adamw", "groups", "nadam", "rmsprop")),
+    *(pytest.param(n, marks=pytest.mark.slow) for n in ("sgd", "nesterov", "adamw", "groups", "nadam", "rmsprop")),
 )
 def test_the_weights_are_those_of_a_plain_loop(name, tmp_path):
     """With clipping, in float64, where only the order of sums differs; Adam and its like divide by small gradients."""
@@ -53,7 +50,8 @@ def test_the_weights_are_those_of_a_plain_loop(name, tmp_path):
 
 HARD = (
     *(*TINY_CPU, "model.channels=[2]", "model.hidden=8", "model.dropout=0.3", "data.crop=2", "precision=64"),
-    *("optimizer.lr=0.05", "ema.decay=0.8", "max_grad_norm=0.5", "accumulation=2", "batch_size=24", "schedule=cosine"),
+    *("optimizer.lr=0.05", "optimizer.nesterov=true", "optimizer.weight_decay=0.01", "schedule=cosine"),
+    *("ema.decay=0.8", "max_grad_norm=0.5", "accumulation=2", "batch_size=24"),
     *("steps=8", "log_every=3", "eval_every=4", "save_every=4"),
 )
 
@@ -104,12 +102,7 @@ def test_buffers_and_unused_parameters_are_those_of_the_loop(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "sees",
-    [
-        ("model.hidden=[8]",),
-        pytest.param((f"env.id={catch_env.__name__}:Catch-v0", *PIXELS), marks=pytest.mark.slow),
-    ],
-    ids=["vectors", "pixels"],
+    "sees", [("model.hidden=[8]",), pytest.param(agents.IMAGES, marks=pytest.mark.slow)], ids=["vectors", "pixels"]
 )
 def test_an_agent_learns_what_it_learns_without_a_compiler(sees, tmp_path):
     agent = ("workload=dqn", "device=cpu", "precision=64", "optimizer=sgd", "batch_size=16", *sees)
@@ -158,20 +151,10 @@ def test_a_workload_that_cannot_be_compiled_is_refused_with_its_file_and_line(tm
     assert f"{__file__}:{number}" in refusal.value.why
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        ("parallel=ddp",),
-        ("parallel=fsdp",),
-        ("parallel=model",),
-        ("parallel=pipeline",),
-        ("parallel=pipeline", "parallel.engine=streams"),
-    ],
-    ids=str,
-)
-def test_modes_that_compute_a_step_together_are_refused_before_they_start(options):
+@pytest.mark.cases("ddp", "fsdp", "model", "pipeline", "pipeline parallel.engine=streams")
+def test_modes_that_compute_a_step_together_are_refused_before_they_start(mode):
     with pytest.raises(ConfigError) as refusal:
-        prepare_session(build_composed_run(*SMALL, STEP, *options))
+        prepare_session(build_composed_run(*SMALL, STEP, *f"parallel={mode}".split()))
     assert (refusal.value.key, refusal.value.got) == ("compile", "step")
 
 
@@ -203,18 +186,23 @@ def test_loss_scaling_is_refused(tmp_path, monkeypatch):
         trained(tmp_path, *SMALL, STEP, "precision=16")
 
 
-def test_a_missing_compiler_is_named(tmp_path, monkeypatch):
+@pytest.fixture
+def without_compiler(tmp_path, monkeypatch) -> Iterator[tuple[str, ...]]:
+    """Overrides of a run in which torch finds no compiler."""
     from torch._inductor import config
 
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
-    with config.patch({"cpp.cxx": (str(tmp_path / "nothing"),)}), pytest.raises(ConfigError) as refusal:  # type: ignore[attr-defined]
-        trained(tmp_path / "run", *SMALL, STEP)
+    with config.patch({"cpp.cxx": (str(tmp_path / "nothing"),)}):  # type: ignore[attr-defined]
+        yield ("workload=regression", "device=cpu", "device.threads=1", "optimizer=sgd", "model.hidden=[]", STEP)
+
+
+def test_a_missing_compiler_is_named(without_compiler, tmp_path):
+    with pytest.raises(ConfigError) as refusal:
+        trained(tmp_path / "run", *without_compiler)
     assert (refusal.value.key, refusal.value.why) == ("compile", "torch finds no C++ compiler")
 
 
-def test_a_stop_that_ends_the_compiler_too_is_a_stop(tmp_path, monkeypatch):
-    from torch._inductor import config
-
+def test_a_stop_that_ends_the_compiler_too_is_a_stop(without_compiler, tmp_path):
     def stopped(run: Any, session: Any) -> None:
         batches = run.workload.batches
 
@@ -225,7 +213,5 @@ def test_a_stop_that_ends_the_compiler_too_is_a_stop(tmp_path, monkeypatch):
 
         run.workload.batches = signaling
 
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
-    with config.patch({"cpp.cxx": (str(tmp_path / "nothing"),)}):  # type: ignore[attr-defined]
-        result = trained(tmp_path / "run", *SMALL, STEP, change=stopped).result
+    result = trained(tmp_path / "run", *without_compiler, change=stopped).result
     assert (result.status, result.steps) == ("stopped", 0)

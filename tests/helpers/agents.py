@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from helpers import catch_env
 from runner.run import Run
 
 LR, TAU = 0.01, 0.1
@@ -17,6 +18,12 @@ AGENT = (
     *("workload.replay_ratio=0.1", f"workload.target_tau={TAU}", f"optimizer.lr={LR}", "schedule=constant"),
     *("log_every=1", "eval_every=0", "save_every=0"),
 )
+IMAGES = (
+    *(f"env.id={catch_env.__name__}:Catch-v0", "env.frame_stack=3", "workload.replay_size=500", "model=nature_cnn"),
+    *("model.channels=[4,5]", "model.kernel_sizes=[4,3]", "model.strides=[2,1]", "model.hidden=16"),
+)
+"""Overrides of an agent that sees images."""
+
 Table = tuple[torch.Tensor, torch.Tensor, Callable[[Any], None]]
 """Packed transitions; which of them the batches contain, step by step; and what fills the replay buffer otherwise."""
 

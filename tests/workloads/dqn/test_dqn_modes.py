@@ -16,6 +16,7 @@ from helpers.compose import build_composed_run, compose_config, train_in
 from helpers.events import scalar_curves
 from helpers.plain_loop import largest_difference, weights_at
 from helpers.ranks import Ranks
+from PIL import Image
 from torch import nn
 
 from runner.seeds import derive
@@ -28,7 +29,6 @@ AGENT = (
 
 
 def do(ranks: Ranks, processes: int, directory: Path, *overrides: str, change: Any = None) -> Any:
-    """Train a run in `processes` processes, and return its result."""
     return ranks(processes).train(compose_config(*AGENT, *overrides), directory, change)
 
 
@@ -102,8 +102,8 @@ def test_every_precision_and_accumulation_keeps_the_number_of_environment_steps(
     assert result.metrics["eval/return"] == 5
 
 
-def test_hogwild_actors_share_the_environment_steps(tmp_path):
-    overrides = ("parallel=hogwild", "precision=bf16", "accumulation=4", "log_every=4")
+def test_hogwild_actors_share_the_environment_steps_and_a_model_that_sees_images(tmp_path):
+    overrides = (*agents.IMAGES, "parallel=hogwild", "precision=bf16", "accumulation=4", "log_every=4")
     result = train_in(tmp_path, build_composed_run(*AGENT, *overrides)).result
     assert (result.status, result.steps, result.world_size) == ("done", STEPS, 2)
     assert result.notes["env_steps"] == 120 + STEPS / 0.1
@@ -118,18 +118,30 @@ def test_one_hogwild_actor_equals_single_bitwise(tmp_path):
     assert all(torch.equal(got[name], wanted[name]) for name in wanted)
 
 
-@pytest.mark.parametrize("mode", ["ddp", "fsdp", "ensemble"])
-def test_an_agent_of_several_processes_resumes_bitwise(mode, ranks, tmp_path):
-    whole = do(ranks, 2, tmp_path / "whole", f"parallel={mode}")
-    first = do(ranks, 2, tmp_path / "halves", f"parallel={mode}", "steps=5")
-    assert first.steps == 5
+IMAGES = (*agents.IMAGES, "workload.record_video=true")
+
+
+@pytest.mark.cases(
+    ("ddp", (), "ema.decay=0.9"),
+    ("single", IMAGES, "ema.decay=0.9"),
+    ("single", IMAGES, "workload.n_step=3"),
+    ("fsdp", IMAGES, "workload.n_step=1"),
+    ("ensemble", IMAGES, "workload.n_step=1"),
+)
+def test_an_agent_resumes_bitwise(mode, images, more, ranks, tmp_path):
+    processes, overrides = MODES.get(mode, 2), (f"parallel={mode}", *images, more)
+    whole = do(ranks, processes, tmp_path / "whole", *overrides)
+    assert do(ranks, processes, tmp_path / "halves", *overrides, "steps=5").steps == 5
     (tmp_path / "halves/result.json").unlink(missing_ok=True)
-    second = do(ranks, 2, tmp_path / "halves", f"parallel={mode}")
-    assert second.steps == whole.steps == STEPS
+    second = do(ranks, processes, tmp_path / "halves", *overrides)
+    assert second.steps == STEPS
     got, wanted = weights_at(tmp_path / "halves", STEPS), weights_at(tmp_path / "whole", STEPS)
+    assert got.keys() == wanted.keys()
     assert all(torch.equal(got[name], wanted[name]) for name in wanted)
-    assert {**second.metrics} == {**whole.metrics}
-    assert second.notes == whole.notes
+    assert (second.metrics, second.notes) == (whole.metrics, whole.notes)
+    if images:
+        with Image.open(tmp_path / "whole/best_policy.gif") as film:
+            assert film.n_frames > 2
 
 
 def test_members_vote_by_their_mean_action_values(ranks, tmp_path):

@@ -5,13 +5,14 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
+import gymnasium
 import numpy as np
 import pytest
 import torch
-from helpers.catch_env import SIZE, Catch
+from helpers.catch_env import Catch
 
 from runner.env.base import Env
-from runner.env.vector import Pixels, Steps
+from runner.env.vector import Pixels, Steps, pixels_of
 from runner.workloads.dqn.actor import Actor
 from runner.workloads.dqn.frame_replay import FrameReplay
 from runner.workloads.dqn.replay import NStepBuffer, Transitions
@@ -119,24 +120,25 @@ def test_sampled_transitions_are_uniform_and_only_complete_ones():
     assert ((counts[usable] - 200) ** 2 / 200).sum() == pytest.approx(len(usable), abs=5 * (2 * len(usable)) ** 0.5)
 
 
-NUM_ENVS, SIDE = 16, 128
-"""Frames of which 128 times fill a part of 32 MiB."""
+NUM_ENVS, SIDE, TIMES_PER_PART = 16, 8, 128
 
 
 def filled(num_steps: int, capacity: int) -> FrameReplay:
-    """Return a buffer to which `num_steps` steps with random frames were added."""
+    """Return a buffer to which `num_steps` steps with random frames were added, and whose parts are small."""
     replay = FrameReplay(capacity, NUM_ENVS, Pixels((), (1, SIDE, SIDE), 2, 1 / 255), 1, "cpu")
-    add(replay, NStepBuffer(NUM_ENVS, 1, 1, 0.9), 0, num_steps)
+    replay.times_per_part = TIMES_PER_PART
+    add(replay, 0, num_steps)
     return replay
 
 
-def add(replay: FrameReplay, window: NStepBuffer, first: int, last: int) -> None:
-    over, taken = np.zeros(NUM_ENVS, bool), np.ones(NUM_ENVS, bool)
+def random_frames(time: int) -> np.ndarray:
+    return np.random.default_rng(time).integers(256, size=(NUM_ENVS, 2, SIDE, SIDE), dtype=np.uint8)
+
+
+def add(replay: FrameReplay, first: int, last: int) -> None:
+    window, over, taken = NStepBuffer(NUM_ENVS, 1, 1, 0.9), np.zeros(NUM_ENVS, bool), np.ones(NUM_ENVS, bool)
     for step in range(first, last):
-        seen, following = (
-            np.random.default_rng(each).integers(256, size=(NUM_ENVS, 2, SIDE, SIDE), dtype=np.uint8)
-            for each in (step, step + 1)
-        )
+        seen, following = random_frames(step), random_frames(step + 1)
         actions, rewards = np.full(NUM_ENVS, step), np.full(NUM_ENVS, float(step))
         replay.store(window, seen, actions, Steps(following, rewards, over, over, taken))
 
@@ -158,7 +160,7 @@ def test_a_buffer_restored_from_its_parts_has_the_same_transitions(num_steps, ca
     assert restored.fits(state)
     restored.load_state_dict(state, files)
     for each in (replay, restored):
-        add(each, NStepBuffer(NUM_ENVS, 1, 1, 0.9), num_steps, num_steps + 3)
+        add(each, num_steps, num_steps + 3)
     usable = replay.complete.nonzero()[0]
     assert np.array_equal(usable, restored.complete.nonzero()[0])
     batches: list[Transitions] = [each.batch(each.at(usable), CPU, (0, 0)) for each in (replay, restored)]
@@ -170,19 +172,21 @@ def test_a_buffer_restored_from_its_parts_has_the_same_transitions(num_steps, ca
 def test_a_part_keeps_its_name_and_its_content_while_the_buffer_grows(tmp_path):
     replay, contents = filled(300, 10_000), []
     for index, steps in enumerate((0, 100)):
-        add(replay, NStepBuffer(NUM_ENVS, 1, 1, 0.9), 300, 300 + steps)
+        add(replay, 300, 300 + steps)
         (tmp_path / str(index)).mkdir()
-        contents.append(
-            {name: path.read_bytes() for name, path in write(replay.parts(), tmp_path / str(index)).items()}
-        )
+        files = write(replay.parts(), tmp_path / str(index))
+        contents.append({name: path.read_bytes() for name, path in files.items()})
+    assert {len(content) for content in contents[1].values()} == {TIMES_PER_PART * NUM_ENVS * SIDE**2}
     assert (len(contents[0]), len(contents[1])) == (2, 3)
     assert contents[0].items() <= contents[1].items()
+    large = FrameReplay(2400, 16, Pixels((), (1, 128, 128), 2, 1 / 255), 1, "cpu")
+    assert large.times_per_part * 16 * 128**2 == 2**25, "32 MiB"
 
 
 def test_frames_are_not_overwritten_before_a_checkpoint_in_the_background_has_them(tmp_path):
     replay = filled(300, 2400)  # the ring holds 153 times
     parts = replay.parts()
-    adding = threading.Thread(target=add, args=(replay, NStepBuffer(NUM_ENVS, 1, 1, 0.9), 300, 420), daemon=True)
+    adding = threading.Thread(target=add, args=(replay, 300, 420), daemon=True)
     adding.start()
     adding.join(0.3)
     assert adding.is_alive(), "it waits"
@@ -192,9 +196,7 @@ def test_frames_are_not_overwritten_before_a_checkpoint_in_the_background_has_th
     [file] = files.values()
     frames = np.frombuffer(file.read_bytes(), np.uint8).reshape(-1, NUM_ENVS, SIDE, SIDE)
     for time in (148, 200, 255):  # of the times 128 to 255, the ring held those from 148 on
-        wanted = np.random.default_rng(time).integers(256, size=(NUM_ENVS, 2, SIDE, SIDE), dtype=np.uint8)[:, 1]
-        assert np.array_equal(frames[time - 128], wanted)
-    assert file.stat().st_size == 2**25
+        assert np.array_equal(frames[time - 128], random_frames(time)[:, 1])
 
 
 @pytest.mark.parametrize("change", ["a row of another buffer", "a part is missing", "a part is short", "no transition"])
@@ -213,22 +215,19 @@ def test_other_content_of_a_checkpoint_is_refused(change, tmp_path):
         filled(0, 10_000).load_state_dict(state, files)
 
 
-def test_images_become_stacks_with_their_channels_first():
-    for shape, frame in {
-        (5, 7): (1, 5, 7),
-        (5, 7, 3): (3, 5, 7),
-        (3, 5, 7): (3, 5, 7),
-        (10, 10, 10): (10, 10, 10),
-    }.items():
-        axes = () if len(shape) == 2 else (0, 3, 1, 2) if shape[-1] <= shape[0] else (0, 1, 2, 3)
-        pixels, random = Pixels(axes, frame, 3, 1.0), np.random.default_rng(1)
-        images = random.integers(256, size=(2, *shape), dtype=np.uint8)
-        first = pixels.stacked(np.zeros((2, *pixels.shape), np.uint8), images, np.ones(2, bool))
-        assert first.shape == (2, 3 * frame[0], *frame[1:])
-        later = random.integers(256, size=(2, *shape), dtype=np.uint8)
-        second = pixels.stacked(first, later, np.array([False, True]))
-        if len(shape) == 2:
-            assert np.array_equal(second[0], np.stack([images[0], images[0], later[0]]))
-            assert np.array_equal(second[1], np.stack([later[1]] * 3))
-        assert np.array_equal(second[1, -frame[0] :], second[1, : frame[0]])
-    assert SIZE == 12
+@pytest.mark.cases(
+    ((5, 7), (1, 5, 7), ()),
+    ((5, 7, 3), (3, 5, 7), (0, 3, 1, 2)),
+    ((3, 5, 7), (3, 5, 7), (0, 1, 2, 3)),
+    ((10, 10, 10), (10, 10, 10), (0, 3, 1, 2)),
+)
+def test_images_become_stacks_with_their_channels_first(shape, frame, axes):
+    pixels = pixels_of("Game-v0", gymnasium.spaces.Box(0, 255, shape, np.uint8), 3)
+    assert pixels == Pixels(axes, frame, 3, 1 / 255)
+    images, later = (np.random.default_rng(seed).integers(256, size=(2, *shape), dtype=np.uint8) for seed in (1, 2))
+    first = pixels.stacked(np.zeros((2, *pixels.shape), np.uint8), images, np.ones(2, bool))
+    assert first.shape == (2, 3 * frame[0], *frame[1:])
+    second = pixels.stacked(first, later, np.array([False, True]))
+    frames = [each.transpose(axes) if axes else each[:, None] for each in (images, later)]
+    assert np.array_equal(second[0], np.concatenate([frames[0][0], frames[0][0], frames[1][0]]))
+    assert np.array_equal(second[1], np.concatenate([frames[1][1]] * 3))

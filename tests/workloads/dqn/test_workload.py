@@ -245,7 +245,7 @@ class Corridor(gymnasium.Env):
 
 def test_the_learned_action_values_equal_the_true_ones(agent, monkeypatch):
     monkeypatch.setitem(gymnasium.registry, "Corridor-v0", EnvSpec("Corridor-v0", Corridor, disable_env_checker=True))
-    small = ("env.id=Corridor-v0", "workload.env_steps=2500", "workload.discount=0.9", "workload.target_tau=0.05")
+    small = ("env.id=Corridor-v0", "workload.env_steps=1300", "workload.discount=0.9", "workload.target_tau=0.1")
     run = agent(*small, "workload.n_step=1", "seed=100", "model.hidden=[32]", "eval_every=0", "save_every=0")
     assert run.result.metrics["eval/length"] == 4  # pyright: ignore
     online = {name.removeprefix("online."): tensor for name, tensor in weights(run).items() if "online" in name}
