@@ -45,6 +45,7 @@ def test_a_config_can_be_trained_twice_and_a_result_equals_result_json():
     assert one.evaluation.keys() == {"eval/loss", "eval/accuracy"}
     assert json.loads((one.directory / "result.json").read_text()) == one.as_dict()
     assert one.directory.parent.parent == Path.cwd() / "outputs"
+    assert "no effect" not in (one.directory / "log.txt").read_text(), "whose default is not typed"
     continued = runner.train([f"resume={one.directory}", "steps=8"])
     assert (continued.steps, continued.directory) == (8, one.directory)
 
@@ -82,10 +83,13 @@ def fail(*_: object, **__: object) -> None:
     raise ZeroDivisionError("on purpose")
 
 
-def test_a_crash_is_raised_with_its_cause_and_the_result(monkeypatch, capfd):
-    monkeypatch.setattr(training, "evaluate", fail)
-    with pytest.raises(runner.CrashedError, match="ZeroDivisionError: on purpose") as crash:
-        runner.train(WORDS)
+def test_a_crash_is_raised_with_its_cause_and_a_resume_that_crashes_at_its_start_keeps_the_saved_steps(
+    monkeypatch, capfd
+):
+    with monkeypatch.context() as patch:
+        patch.setattr(training, "evaluate", fail)
+        with pytest.raises(runner.CrashedError, match="ZeroDivisionError: on purpose") as crash:
+            runner.train([*WORDS, "save_every=2"])
     assert isinstance(crash.value.__cause__, ZeroDivisionError)
     result = crash.value.result
     assert (result.status, result.exit_code, result.steps) == ("crashed", 1, 3)
@@ -96,13 +100,10 @@ def test_a_crash_is_raised_with_its_cause_and_the_result(monkeypatch, capfd):
     assert place
     assert lines[-1] == f"ZeroDivisionError: on purpose ({__file__}:{place[1]})"
 
-
-def test_a_resumed_run_that_crashes_before_its_first_step_keeps_its_step_count(monkeypatch):
-    directory = runner.train(WORDS).directory
     monkeypatch.setattr(training, "prepare", fail)
     with pytest.raises(runner.CrashedError, match="ZeroDivisionError: on purpose") as crash:
-        runner.train([f"resume={directory}", "steps=12"])
-    assert (crash.value.result.status, crash.value.result.steps) == ("crashed", 6)
+        runner.train([f"resume={result.directory}", "steps=12"])
+    assert (crash.value.result.status, crash.value.result.steps) == ("crashed", 2)
 
 
 def test_a_run_that_diverged_has_a_result():
@@ -147,10 +148,10 @@ def test_a_run_out_of_memory_is_told_what_it_needs_and_what_would_need_less(monk
         assert needed == size(plan_of([*words, *overrides.split()])["ranks"][0]["peak_bytes"])
 
 
-@pytest.mark.parametrize(("words", "said"), [(["epochs=2"], True), ([], False), (["epochs=null"], False)], ids=str)
-def test_epochs_beside_steps_are_said_to_have_no_effect(words, said):
-    result = runner.train([*WORDS, "steps=1", *words])
-    assert ("epochs has no effect" in (result.directory / "log.txt").read_text()) is said
+def test_epochs_beside_steps_are_said_to_have_no_effect():
+    for word, said in (("epochs=2", True), ("epochs=null", False)):
+        result = runner.train([*WORDS, "steps=1", word])
+        assert ("epochs has no effect" in (result.directory / "log.txt").read_text()) is said
 
 
 def test_a_thread_can_train():

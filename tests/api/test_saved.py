@@ -23,6 +23,7 @@ from runner.storage.saved_run import config_text
 from runner.system.forkserver import start_server
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
+IMAGES = ("data=imagefolder", "data.size=8", "data.center=0.75", "data.workers=0", "batch_size=8")
 SHORT = ("steps=12", "eval_every=4", "save_every=4", "keep=9", "optimizer.lr=0.2", "log_every=4")
 
 
@@ -42,6 +43,19 @@ def run(tmp_path_factory) -> runner.SavedRun:
 def copy(run: runner.SavedRun, tmp_path) -> runner.SavedRun:
     """A copy of the run, which tests may change."""
     return runner.load(shutil.copytree(run.directory, tmp_path / "copy"))
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory) -> runner.SavedRun:
+    """A run on images of two classes that tests only read. The file of its initial weights is gone."""
+    root = tmp_path_factory.mktemp("photos")
+    write_images(root / "photos")
+    network = build_composed_run(*TINY_CPU).workload.model.network((3, 8, 8), 2)
+    torch.save(network.state_dict(), root / "initial.pt")
+    words = (f"data.root={root / 'photos'}", f"model.weights={root / 'initial.pt'}", f"output_root={root}")
+    run = trained(*IMAGES, *words)
+    (root / "initial.pt").unlink()
+    return run
 
 
 def trained(*overrides: str) -> runner.SavedRun:
@@ -70,22 +84,14 @@ def test_the_model_has_the_weights_of_the_checkpoint_and_is_in_eval_mode(run):
     assert all(torch.equal(tensor, wanted[name]) for name, tensor in model.state_dict().items())
 
 
-def test_the_model_needs_neither_the_data_nor_the_initial_weights(tmp_path):
-    write_images(tmp_path / "photos")
-    torch.save(build_composed_run(*TINY_CPU).workload.model.network((3, 8, 8), 2).state_dict(), "initial.pt")
-    options = ("data=imagefolder", "data.root=photos", "data.size=8", "data.workers=0", "batch_size=8")
-    run = trained(*options, "model.weights=initial.pt")
-    shutil.rmtree("photos")
-    Path("initial.pt").unlink()
-    assert run.classes == ["cat", "dog"]
-    assert run.model()(torch.zeros(2, 3, 8, 8)).shape == (2, 2)
-
-
-def test_the_model_of_a_run_with_ema_has_the_averaged_weights():
-    run = trained("ema.decay=0.9")
-    wanted = load_file(run.checkpoint("last") / "ema.safetensors")
-    assert all(torch.equal(tensor, wanted[name]) for name, tensor in run.model("last").state_dict().items())
-    assert run.evaluate("last") == evaluation(run, 12)
+def test_the_model_needs_neither_the_data_nor_the_initial_weights(photos):
+    data = Path(photos.config["data"]["root"])
+    data.rename(data.with_name("gone"))
+    try:
+        assert photos.classes == ["cat", "dog"]
+        assert photos.model()(torch.zeros(2, 3, 8, 8)).shape == (2, 2)
+    finally:
+        data.with_name("gone").rename(data)
 
 
 def test_a_checkpoint_without_a_signature_has_a_model_but_no_classes(copy):
@@ -108,14 +114,17 @@ def evaluation(run: runner.SavedRun, step: int) -> dict[str, float]:
     return {tag: value for tag, value in state["metrics"].items() if tag.startswith("eval/")}
 
 
-@pytest.mark.parametrize("mode", ["parallel=ddp", "parallel=fsdp", "parallel=ensemble", "precision=bf16"])
+@pytest.mark.parametrize("mode", ["parallel=ddp", "parallel=fsdp", "parallel=ensemble", "precision=bf16 ema.decay=0.9"])
 def test_evaluation_of_a_saved_run_is_bitwise_exact(mode):
-    run = trained(mode)
+    run = trained(*mode.split())
     before = {path: path.stat().st_mtime_ns for path in run.directory.rglob("*")}
     assert run.evaluate("last") == evaluation(run, 12)
     assert {path: path.stat().st_mtime_ns for path in run.directory.rglob("*")} == before
     if mode == "parallel=ddp":
         assert run.evaluate(4, ["parallel=single"]) == pytest.approx(evaluation(run, 4), rel=1e-6)
+    if "ema" in mode:
+        wanted = load_file(run.checkpoint("last") / "ema.safetensors")
+        assert all(torch.equal(tensor, wanted[name]) for name, tensor in run.model("last").state_dict().items())
 
 
 def test_an_earlier_checkpoint_is_evaluated_and_on_other_data(run):
@@ -150,14 +159,12 @@ def test_a_directory_that_is_no_run_is_refused(run, tmp_path):
         assert error.value.key == "directory"
 
 
-def test_data_with_other_classes_is_not_evaluated():
-    for name in ("photos", "other"):
-        write_images(Path(name))
+def test_data_with_other_classes_is_not_evaluated(photos):
+    shutil.copytree(photos.config["data"]["root"], "other")
     for split in ("train", "val"):
         Path(f"other/{split}/dog").rename(f"other/{split}/zebra")
-    run = trained("data=imagefolder", "data.root=photos", "data.size=8", "data.workers=0", "batch_size=8")
     with pytest.raises(runner.ConfigError, match="the model was trained with the classes"):
-        run.evaluate("last", ["data.root=other"])
+        photos.evaluate("last", ["data.root=other"])
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "model.json", "manifest.json"])
@@ -175,12 +182,10 @@ def test_a_damaged_checkpoint_is_refused_and_last_means_the_previous_one(file, c
     assert copy.classes == copy.signature(8)["classes"], "those of the newest intact checkpoint"
 
 
-def test_predictions_are_those_of_the_evaluation(tmp_path):
+def test_predictions_are_those_of_the_evaluation(photos):
     """The probabilities equal those of the network for the inputs of the evaluation, bit for bit."""
-    write_images(tmp_path / "photos")
-    options = ("data.root=photos", "data.size=8", "data.center=0.75", "data.workers=0", "batch_size=8")
-    photos = trained("data=imagefolder", *options)
-    workload = prepared_workload("data=imagefolder", *photos.config.overrides)
+    shutil.copytree(photos.config["data"]["root"], "photos")
+    workload = prepared_workload(*TINY_CPU, *IMAGES, "data.root=photos")
     [batch] = workload.held_out.in_order(99, (0, 1), torch.device("cpu"))
     with torch.inference_mode():
         wanted, labels = photos.model()(batch.inputs).softmax(1).max(1)

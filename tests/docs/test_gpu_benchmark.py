@@ -3,12 +3,13 @@
 import importlib
 import json
 import subprocess
+import sys
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers.command import run_command
-from helpers.dry_run import globals_restored
+from helpers.dry_run import globals_restored, run_in_this_process
 
 from benchmarks import gpu, resnet
 from benchmarks.measure import Rates
@@ -20,11 +21,11 @@ PARTS = [name for name in gpu.PARTS if name != "tests"]  # which would run pytes
 
 @pytest.mark.parametrize("name", PARTS)
 def test_a_part_is_rehearsed(name, tmp_path, capfd, monkeypatch):
-    """Without new interpreters, which take most of the time: all is done here, or in forks of this process."""
+    """Without new interpreters, which take most of the time: all but the command that is killed is done here."""
 
-    def forked_or_here(*words: str) -> subprocess.CompletedProcess[str]:
+    def here(*words: str) -> subprocess.CompletedProcess[str]:
         if words[0] not in COMMANDS:
-            return subprocess.CompletedProcess(words, *run_command(*words, cwd=tmp_path / "commands"), "")
+            return subprocess.CompletedProcess(words, *run_in_this_process([*words], tmp_path), "")
         capfd.readouterr()
         code = importlib.import_module(f"runner.commands.{words[0]}").main([*words[1:]])
         return subprocess.CompletedProcess(words, code, *capfd.readouterr())
@@ -37,8 +38,9 @@ def test_a_part_is_rehearsed(name, tmp_path, capfd, monkeypatch):
             rates[contender].append(float(capfd.readouterr().out.splitlines()[-1]))
         return rates
 
-    if name != "memory":  # whose trial forks itself
-        monkeypatch.setattr(gpu, "runner", forked_or_here)
+    monkeypatch.setattr(gpu, "runner", here)
+    drawing = SimpleNamespace(NAMES=(), pictures=lambda compared: {})  # whose libraries take seconds to import
+    monkeypatch.setitem(sys.modules, "runner.analysis.figures", drawing)
     monkeypatch.setattr(gpu, "interleave", interleaved)
     for owner, what in ((torch.backends.cudnn, "benchmark"), (training.Progress, "step")):
         monkeypatch.setattr(owner, what, getattr(owner, what))  # restored at the end

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from helpers.command import ROOT
+from helpers.compose import build_composed_run
 
 import runner
 from runner.commands import COMMANDS as SUBCOMMANDS
@@ -50,7 +51,7 @@ def test_commands_are_runs_that_can_be_built(line, monkeypatch):
         jobs = SweepJobs(Composer(), [quoted(word, sweep=True) for word in words[1:]])
         build_run(jobs.compose(0, next(iter(jobs))).config)
     else:
-        build_run(Composer().run(words).config)
+        build_composed_run(*words)
 
 
 def test_every_example_is_quoted_in_full():

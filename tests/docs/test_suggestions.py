@@ -6,8 +6,10 @@ import importlib
 import io
 import re
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from helpers.command import ROOT, run_command
@@ -116,7 +118,9 @@ def test_commands_at_the_end_of_a_run_work(tmp_path):
     run_here(tmp_path, override, *SMALL, "--cfg", "job")
 
 
-def test_commands_of_a_sweep_and_its_search_work(tmp_path):
+def test_commands_of_a_sweep_and_its_search_work(tmp_path, monkeypatch):
+    drawing = SimpleNamespace(NAMES=(), pictures=lambda compared: {})  # whose libraries take seconds to import
+    monkeypatch.setitem(sys.modules, "runner.analysis.figures", drawing)
     (tmp_path / AWKWARD).mkdir()
     root = text_override("output_root", AWKWARD)
     search = ("-m", *words_of(root), *SMALL, "sweep.search=random", "optimizer.lr=0.1,0.01", "sweep.trials=2")
