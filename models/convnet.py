@@ -53,6 +53,3 @@ class ConvNet(nn.Sequential):
         )
         blocks["head"] = Block(checkpoint_activations, fc=nn.Linear(hidden, num_classes))
         super().__init__(blocks)
-
-    def blocks(self) -> list[tuple[str, nn.Module]]:
-        return list(self.named_children())

@@ -50,6 +50,3 @@ class NatureCNN(nn.Sequential):
         blocks["hidden"] = Block(checkpoint_activations, flatten=nn.Flatten(), fc=fc, relu=nn.ReLU(inplace=True))
         blocks["head"] = Dueling(hidden, num_actions) if dueling else nn.Linear(hidden, num_actions)
         super().__init__(blocks)
-
-    def blocks(self) -> list[tuple[str, nn.Module]]:
-        return list(self.named_children())

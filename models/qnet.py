@@ -38,9 +38,6 @@ class QNet(nn.Sequential):
         blocks["head"] = Dueling(width, num_actions) if dueling else nn.Linear(width, num_actions)
         super().__init__(blocks)
 
-    def blocks(self) -> list[tuple[str, nn.Module]]:
-        return list(self.named_children())
-
 
 class Rectified(nn.Linear):
     """Flattening, a linear layer and ReLU in one module, because each module call costs time in a small network."""

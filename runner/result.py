@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,8 @@ class Result:
     Args:
         status: `done`, `stopped` (by a signal or `stop.max_time`, after saving), `diverged` or `crashed`.
         steps: number of completed optimizer steps, including the steps before a resume.
-        metrics: the latest training and evaluation metrics, by TensorBoard tag.
-        best: the `metric`, the `value` and the `step` of the best evaluation; empty if there was no evaluation.
+        metrics: the latest training and evaluation metrics, by TensorBoard tag; NaN if one is not defined.
+        best: the `metric`, the `value` and the `step` of the best evaluation; empty if none had a finite value.
         seconds: time in seconds from the first step of this session to the end of the session.
         samples_per_second: training throughput of all processes together, from the median step time.
         step_seconds: the `median` and the 90th percentile (`p90`) of the times of the iterations of this session, in
@@ -69,8 +70,9 @@ class Result:
         return {tag: value for tag, value in self.metrics.items() if tag.startswith("eval/")}
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the result as plain values, for JSON, without `directory` and `cause`."""
-        return {each.name: getattr(self, each.name) for each in fields(self) if each.init}
+        """Return the result as plain values, for JSON, without `directory` and `cause`; None for what is not finite."""
+        metrics = {tag: value if math.isfinite(value) else None for tag, value in self.metrics.items()}
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.init} | {"metrics": metrics}
 
 
 class CrashedError(Exception):

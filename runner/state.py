@@ -247,7 +247,7 @@ class State:
             "precision": run.precision.state_dict(),
             "window": rows,
             "logged": self.logged_step,
-            "metrics": dict(self.metrics),
+            "metrics": {tag: value for tag, value in self.metrics.items() if math.isfinite(value)},
             "best": dict(self.best),
             "num_steps": self.session.num_steps,
             "stop": self.stopping.state_dict(),
@@ -278,11 +278,12 @@ class State:
         """Record an evaluation, whose `metrics` by tag are the same on all ranks; return whether it is the best so far.
 
         Raises:
-            DivergedError: if a metric is not finite.
+            DivergedError: if a loss is not finite. Another metric may be, if it is not defined: it is never the best.
             ConfigError: if a metric that the workload lists is not measured.
         """
         check_metrics(self.run.workload, [tag.removeprefix("eval/") for tag in metrics])
-        broken = [tag for tag, number in metrics.items() if not math.isfinite(number)]
+        losses = [tag for tag in metrics if tag.rpartition("/")[2] == "loss"]
+        broken = [tag for tag in losses if not math.isfinite(metrics[tag])]
         if broken:
             # Raises DivergedError for the first training step since the last log that was not finite, if any.
             self.metric_buffer.peek(self.session.collectives.all_reduce)
@@ -291,7 +292,7 @@ class State:
         self.stopping.evaluated(metrics, self.step)
         name, direction = self.run.workload.selection
         value, best = metrics[f"eval/{name}"], self.best.get("value")
-        if best is not None and not {"max": value > best, "min": value < best}[direction]:
+        if not math.isfinite(value) or (best is not None and not {"max": value > best, "min": value < best}[direction]):
             return False
         self.best = {"metric": f"eval/{name}", "value": value, "step": self.step}
         return True

@@ -84,7 +84,8 @@ class Stopping:
         metric, seen = self._options.metric, self._seen
         if metric is None:
             return
-        value = metrics[metric]
+        value, worst = metrics[metric], -self._sign * math.inf
+        value = value if math.isfinite(value) else worst  # it is not defined: no improvement
         if not seen or self._sign * (value - seen["best"]) > self._options.min_delta:
             self._seen = {"metric": metric, "best": value, "best_step": step, "latest": value, "waited": 0}
         else:

@@ -273,7 +273,7 @@ def evaluate(state: State, recorder: Recorder, progress: Progress) -> bool:
         recorder.images(run.workload.images(sums) | run.parallel.images(state.directory), state.step)
     is_best = state.record_evaluation(metrics)
     state.hooks.after_evaluation(state, metrics)
-    best = {f"best/{run.workload.selection[0]}": state.best["value"]}
+    best = {f"best/{run.workload.selection[0]}": state.best["value"]} if state.best else {}
     recorder.scalars(best | state.logged_by_hooks((*metrics, *best)), state.step)
     return is_best
 

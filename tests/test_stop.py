@@ -44,6 +44,7 @@ def replace_losses(losses: list[float], run: Run, session: Session) -> None:
     session.workload.summarize = lambda sums: summarize(sums) | {"loss": next(given)}
 
 
+NAN = float("nan")
 RULES: list[tuple[str, dict[str, Any], list[float], str]] = [
     ("max", {"patience": 2}, [0.5, 0.4, 0.6, 0.6, 0.5], "stop.patience"),
     ("min", {"patience": 2}, [0.5, 0.6, 0.4, 0.4, 0.5], "stop.patience"),
@@ -52,6 +53,8 @@ RULES: list[tuple[str, dict[str, Any], list[float], str]] = [
     ("min", {"patience": 1, "min_delta": 0.25}, [1.0, 0.5, 0.25], "stop.patience"),
     ("max", {"target": 0.75}, [0.5, 0.7, 0.75], "stop.target"),
     ("min", {"target": 0.25}, [0.5, 0.3, 0.2], "stop.target"),
+    ("max", {"patience": 2, "target": 2}, [NAN, 0.5, NAN, 0.6, NAN, NAN], "stop.patience"),
+    ("min", {"patience": 2, "target": 0}, [NAN, NAN, NAN], "stop.patience"),
 ]
 
 

@@ -13,6 +13,7 @@ Exit codes: 0: evaluated. 1: the evaluation crashed. 2: there is no such run or 
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -50,6 +51,9 @@ def main(arguments: Sequence[str] | None) -> int:
     checkpoint = load(options.run).checkpoint(options.checkpoint)
     with LogFile(None):  # on the console: which files are ignored, for example
         evaluation = evaluate_checkpoint(checkpoint, options.overrides, options.split)
+    if options.json or options.csv:  # which have no NaN
+        metrics = {tag: value if math.isfinite(value) else None for tag, value in evaluation.metrics.items()}
+        evaluation = evaluation._replace(metrics=metrics)
     if options.json:
         step = int(checkpoint.name.removeprefix("step_"))
         report = {"checkpoint": str(checkpoint), "step": step} | evaluation._asdict() | evaluation.details

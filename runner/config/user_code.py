@@ -6,6 +6,7 @@ files whose paths are typed. A saved run or an option file may name code, but no
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import inspect
 import logging
@@ -71,8 +72,8 @@ class UserCode:
         names = {part: name for part, name in self.names().items() if part in self.objects}
         groups = [part for part in ("model", "data") if part in names]
         groups += ["workload"] if {"data", "loss", "metrics"} & {*names} else []
-        called = [f"name='{_plain(names['model'].rpartition('.')[2])}'"] if {"model", "workload"} <= {*groups} else []
-        chosen = [*(f"{group}=_user" for group in groups), *called] if is_new else []
+        named = [_run_name(names["model"].rpartition(".")[2])] if {"model", "workload"} <= {*groups} else []
+        chosen = [*(f"{group}=_user" for group in groups), *named] if is_new else []
         return [*chosen, *(f"++code.{part}={hydra_quoted(name)}" for part, name in names.items()), *overrides]
 
 
@@ -160,7 +161,7 @@ def expanded(overrides: Iterable[str], is_new: bool) -> Iterator[str]:
                 if group == "data" and "workload" not in chosen:
                     yield "workload=_user"
                 if "name" not in chosen and group != "model":
-                    yield f"name='{_plain(Path(file.path).stem)}'"  # a text, though it may be nan or true
+                    yield _run_name(Path(file.path).stem)
         if not files:
             yield word
 
@@ -179,7 +180,7 @@ def check_given(named: Mapping[str, Any], source: str) -> None:
 
     words = [shlex.quote(f"{group}={name}") for group, name in missing.items() if _FILE.fullmatch(name)]
     why = f"its code ({', '.join(missing)}) is run only if it is typed, and never from a saved config or an option file"
-    if len(words) == len(missing) and {*missing} <= {*_GROUPS}:
+    if len(words) == len(missing):
         started = command() if command().startswith("python -m runner ") else "…"
         remedy = f"look at the code, then type: {' '.join([started, *words])}"
     else:
@@ -237,9 +238,8 @@ def errors_of(part: str) -> Iterator[None]:
     except ConfigError:
         raise
     except Exception as error:
-        raise ConfigError(
-            part, _given.names().get(part, ABSENT), f"it raises {described(error)}", "correct it"
-        ) from error
+        given = _given.names().get(part, ABSENT)
+        raise ConfigError(part, given, f"it raises {described(error)}", "correct it") from error
 
 
 class Hooks(NamedTuple):
@@ -274,7 +274,7 @@ def hooks() -> Hooks:
 
 def _watched(name: str, hook: Callable[..., object]) -> Callable[..., object]:
     """Return `hook`, with a warning once it sets a learning rate, which the next step would undo in silence."""
-    told: list[str] = []
+    warn = functools.cache(log.warning)  # once
 
     def rates(state: Any) -> list[Any]:  # of tensors, what tells a change without waiting for the device
         found = [group["lr"] for group in state.optimizer.param_groups]
@@ -283,11 +283,8 @@ def _watched(name: str, hook: Callable[..., object]) -> Callable[..., object]:
     def watched(state: Any, *more: Any) -> None:
         before = rates(state)
         hook(state, *more)
-        if rates(state) != before and not told:
-            told.append(name)
-            log.warning(
-                "%s has set the learning rate: no effect, use optimizer.lr=… and schedule=…, which set it", name
-            )
+        if rates(state) != before:
+            warn("%s has set the learning rate: no effect, use optimizer.lr=… and schedule=…, which set it", name)
 
     return watched
 
@@ -330,8 +327,9 @@ def give_packed(content: bytes) -> None:
         give(unpack(content))
 
 
-def _plain(name: str) -> str:
-    return re.sub(r"\W", "_", name, flags=re.ASCII)
+def _run_name(code: str) -> str:
+    """Return the override that names a run for its code: a text, though it may be nan or true."""
+    return f"name='{re.sub(r'[^a-zA-Z0-9_]', '_', code)}'"
 
 
 def _name(value: Any) -> str:

@@ -14,7 +14,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset
 
 from runner.batching import MicroBatch, SampleOrder
 from runner.config import user_code
-from runner.config.errors import ABSENT, ConfigError, check, check_range, described
+from runner.config.errors import ABSENT, check, check_range, described
 from runner.data.base import Batch, Data, DataError, Samples, shard_bounds
 from runner.data.image_files import to_device
 from runner.data.memory import ArraySamples
@@ -51,14 +51,12 @@ class UserData(Data):
         check(given is not None, "", ABSENT, "no data is given", "data=FILE.py:NAME, or define data in the file")
         with user_code.errors_of("data"), seeded(derive(0, "user data")):  # the same on all ranks, and for all seeds
             made: Any = given() if callable(given) and not hasattr(given, "__getitem__") else given
-            sets = [_indexable(each) for each in (made if _is_pair(made) else [made])]
-            if len(sets) == 1:
-                sets = _split(sets[0], self.holdout)
-            if all(isinstance(each, tuple) for each in sets):
-                content = _sha256(tensor for each in sets for tensor in each)
-                train, held_out = (ArraySamples(each[0], each[1], content=content) for each in sets)
+            sets = [_dataset(each) for each in made] if _is_pair(made) else _split(_dataset(made), self.holdout)
+            if all(isinstance(each, TensorDataset) for each in sets):
+                content = _sha256(tensor for each in sets for tensor in each.tensors)
+                train, held_out = (ArraySamples(*each.tensors, content=content) for each in sets)
             else:
-                fetches = [Fetch(TensorDataset(*each) if isinstance(each, tuple) else each) for each in sets]
+                fetches = [Fetch(each) for each in sets]
                 content = _sha256(tensor for fetch in fetches for tensor in fetch.some())
                 workers = Workers(self.workers, self.timeout, self.prefetch, fetches if self.workers else None)
                 train, held_out = (DatasetSamples(fetches, number, workers, content) for number in range(2))
@@ -78,8 +76,8 @@ def _are_arrays(pair: Iterable[Any]) -> bool:
     return all(hasattr(each, "__array__") for each in pair)  # of torch, NumPy and pandas
 
 
-def _indexable(given: Any) -> Any:
-    """Return tensors (inputs, targets) or a map-style data set; refuse what is neither."""
+def _dataset(given: Any) -> Any:
+    """Return a `TensorDataset` of inputs and targets, or another map-style data set; refuse what is neither."""
     name = type(given).__name__
     if isinstance(given, TensorDataset):
         given = given.tensors
@@ -90,7 +88,7 @@ def _indexable(given: Any) -> Any:
         inputs, targets = map(torch.as_tensor, plain)
         why = f"there are {len(inputs)} inputs and {len(targets)} targets"
         check(0 < len(inputs) == len(targets), "", name, why, "pass one target for each input")
-        return _single(inputs), targets
+        return TensorDataset(_single(inputs), targets)
     remedy = "pass data sets with __len__ and __getitem__, lists of (input, target), or tensors (inputs, targets)"
     check(not isinstance(given, DataLoader), "", name, "the batches are made by the runner", "pass loader.dataset")
     why = "its samples have no index, so that they cannot be shuffled, divided and resumed"
@@ -99,15 +97,6 @@ def _indexable(given: Any) -> Any:
     check(has_index, "", name, "it is no data set", remedy)
     check(hasattr(given, "__len__"), "", name, "it has no length (__len__)", "define __len__")
     check(len(given) > 0, "", name, "it is empty", "pass one with samples")
-    if isinstance(given, list):
-        _check_sample(given[0], name)
-        try:
-            inputs, targets = default_collate(given)
-        except (RuntimeError, TypeError) as error:
-            raise ConfigError("", name, f"its samples cannot be stacked: {error}", "pad them to one shape") from None
-        why, remedy = "its inputs or targets are no numbers", "pass tensors, arrays or numbers"
-        check(_are_arrays((inputs, targets)), "", name, why, remedy)
-        return _single(inputs), targets
     return given
 
 
@@ -116,22 +105,13 @@ def _single(inputs: torch.Tensor) -> torch.Tensor:
     return inputs.float() if inputs.dtype == torch.float64 else inputs
 
 
-def _check_sample(sample: Any, name: str) -> None:
-    is_pair = isinstance(sample, tuple | list) and len(sample) == 2
-    why = f"a sample is {type(sample).__name__}, not (input, target)"
-    check(is_pair, "", name, why, "return a pair of tensors, arrays or numbers from __getitem__")
-
-
 def _split(given: Any, holdout: float) -> list[Any]:
     """Divide a data set at random, in a way that does not depend on the seed of a run."""
-    count = len(given[0]) if isinstance(given, tuple) else len(given)
+    count = len(given)
     check(count > 1, "", ABSENT, "a single sample cannot be divided", "pass training and held-out samples")
     order = torch.randperm(count, generator=torch.Generator().manual_seed(derive(0, "holdout")))
     num_held_out = max(1, round(holdout * count))
-    parts = order[num_held_out:].sort().values, order[:num_held_out].sort().values
-    if isinstance(given, tuple):
-        return [tuple(tensor[rows] for tensor in given) for rows in parts]
-    return [Subset(given, rows.tolist()) for rows in parts]
+    return [_dataset(Subset(given, sorted(rows.tolist()))) for rows in (order[num_held_out:], order[:num_held_out])]
 
 
 def _sha256(tensors: Iterable[torch.Tensor]) -> str:
@@ -158,8 +138,9 @@ class Fetch:
     def __call__(self, job: Job) -> tuple[torch.Tensor, torch.Tensor]:
         with seeded(0):
             samples = [self._sample(index, seed) for index, seed in zip(job.indices, job.seeds, strict=True)]
-        name = type(self.dataset).__name__
-        _check_sample(samples[0], name)
+        name, is_pair = type(self.dataset).__name__, isinstance(samples[0], tuple | list) and len(samples[0]) == 2
+        why = f"a sample is {type(samples[0]).__name__}, not (input, target)"
+        check(is_pair, "data", name, why, "return a pair of tensors, arrays or numbers from __getitem__")
         try:
             inputs, targets = default_collate(samples)
         except (RuntimeError, TypeError) as error:

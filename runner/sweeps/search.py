@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import statistics
 from collections import deque
 from collections.abc import Callable, Collection
@@ -44,9 +45,13 @@ class Objective(NamedTuple):
     best: bool  # whether the best values of the jobs are compared, and not their last ones
 
     def value(self, result: dict[str, Any]) -> float:
-        """Return the value in the result of a job that is done; raise a ConfigError if the job did not measure it."""
+        """Return the value in the result of a job that is done; raise a ConfigError if the job did not measure it.
+
+        It is NaN if the metric was not defined.
+        """
         measured, best = result.get("metrics", {}), result.get("best") or {}
-        value = best["value"] if self.best and best.get("metric") == self.tag else measured.get(self.tag)
+        value = best["value"] if self.best and best.get("metric") == self.tag else measured.get(self.tag, "")
+        value = math.nan if value is None else value
         if not isinstance(value, int | float):
             why = f"the jobs do not measure it, but {', '.join(sorted(measured)) or 'nothing'};"
             raise ConfigError("sweep.metric", self.tag, why, did_you_mean(self.tag, measured))
@@ -237,11 +242,11 @@ class Search(JobSource):
         """Record the result of a trial in the study, after all jobs of the trial have ended."""
         del self._trials[trial.optuna.number]
         codes = set(trial.codes.values())
-        if codes == {DONE}:
-            self._study.tell(trial.optuna, statistics.fmean(trial.values))
+        if codes == {DONE} and math.isfinite(value := statistics.fmean(trial.values)):
+            self._study.tell(trial.optuna, value)
         elif codes & {CRASHED, REFUSED}:
             self._study.tell(trial.optuna, state=TrialState.FAIL)
-        else:  # it diverged: Optuna treats a pruned trial as worse than any value
+        else:  # it diverged, or has no value: Optuna treats a pruned trial as worse than any value
             self._study.tell(trial.optuna, state=TrialState.PRUNED)
 
     def _open_study(self, directory: Path) -> optuna.Study:

@@ -32,11 +32,9 @@ class EvaluationMetrics:
     Args:
         metrics: the metrics by name. They are copied, not changed.
         goals: `min` or `max` of each metric by which a run may end early.
-        warns: whether to log the warnings of metrics.
     """
 
-    def __init__(self, metrics: Mapping[str, Metric], goals: Mapping[str, str] = {}, warns: bool = True):
-        self._warns = warns
+    def __init__(self, metrics: Mapping[str, Metric], goals: Mapping[str, str] = {}):
         self._metrics, self._warned, self.goals = dict(metrics), set[tuple[str, str]](), dict(goals)
 
     def start(self, device: torch.device) -> Tally:
@@ -47,30 +45,16 @@ class EvaluationMetrics:
         """Return the value of each metric, computed on `device`, given the metric sums over all ranks.
 
         Raises:
-            ConfigError: if a metric is not a single number.
+            ConfigError: if the value of a metric is neither a number nor an array of numbers.
         """
-        from torch.utils._pytree import tree_map  # here, as it would load torch
-
-        parts = sums[_KEY] if self._metrics else []
-        samples = [each for part in parts for each in part["samples"]]
-        outputs, targets = (_joined([each[i] for each in samples], device) for i in (0, 1)) if samples else (0, 0)
-        values = {}
+        parts, values = sums.get(_KEY, []), {}
+        samples = _samples(parts, device)
         for name, metric in self._metrics.items():
-            with torch.inference_mode(), warnings.catch_warnings(record=True) as said:
+            with warnings.catch_warnings(record=True) as said:
                 warnings.simplefilter("always")
-                if _merges(metric):
-                    whole = _fresh(metric, device)
-                    for part in reversed(parts):  # `merge_state` puts the samples of the argument first
-                        whole.merge_state(tree_map(lambda state: state.to(device), part["states"][name]))
-                    values[name] = self._number(name, whole.compute())
-                else:
-                    function = _fresh(metric, device) if hasattr(metric, "merge_state") else metric
-                    value = function(outputs, targets)
-                    if function is metric and isinstance(value, torch.Tensor) and value.dim():
-                        value = value.double().mean()
-                    values[name] = self._number(name, value)
+                values[name] = _value(name, metric, parts, samples, device)
             for text in (str(each.message) for each in said):  # such as of a class without samples
-                if self._warns and not text.startswith("The ``compute`` method") and (name, text) not in self._warned:
+                if not text.startswith("The ``compute`` method") and (name, text) not in self._warned:
                     log.warning("eval/%s: %s", name, text)
                     self._warned.add((name, text))
         return values
@@ -84,11 +68,12 @@ class EvaluationMetrics:
             ConfigError: if a metric uses a name, an attribute or an argument that does not exist, or is no number.
         """
         for name, metric in self._metrics.items():
-            alone = EvaluationMetrics({name: metric}, warns=False)
+            tally = Tally({name: metric}, targets.device)
             try:
-                tally = alone.start(targets.device)
-                tally.update(outputs, targets)
-                alone.compute(tally.sums(), targets.device)
+                with warnings.catch_warnings(action="ignore"):
+                    tally.update(outputs, targets)
+                    parts = tally.sums()[_KEY]
+                    _value(name, metric, parts, _samples(parts, targets.device), targets.device)
             except (NameError, AttributeError, TypeError) as error:
                 why = f"it raises {described(error)}"
                 raise ConfigError(f"metrics.{name}", ABSENT, why, "correct it") from error
@@ -96,13 +81,6 @@ class EvaluationMetrics:
                 raise
             except Exception:
                 log.debug("metrics.%s cannot be computed of the first batch", name, exc_info=True)
-
-    def _number(self, name: str, value: Any) -> float:
-        try:
-            return float(value)
-        except (TypeError, ValueError, RuntimeError):
-            why, remedy = f"it returns {value}, and not a number", "return one number, such as a mean over classes"
-            raise ConfigError(f"metrics.{name}", ABSENT, why, remedy) from None
 
 
 class Tally:
@@ -127,6 +105,12 @@ class Tally:
         return {_KEY: [{"states": states, "samples": self._samples}]} if states or self._keeps_samples else {}
 
 
+def _samples(parts: list[dict[str, Any]], device: torch.device) -> tuple[Any, Any] | None:
+    """Return the outputs and the targets of all samples, if they were kept."""
+    kept = [batch for part in parts for batch in part["samples"]]
+    return (_joined([outputs for outputs, _ in kept], device), _joined([y for _, y in kept], device)) if kept else None
+
+
 def _joined(parts: list[Any], device: torch.device) -> Any:
     """Return the outputs of all samples, given those of batches: tensors, or dicts, lists and tuples of them."""
     if isinstance(parts[0], torch.Tensor):
@@ -134,6 +118,27 @@ def _joined(parts: list[Any], device: torch.device) -> Any:
     if isinstance(parts[0], Mapping):
         return {key: _joined([each[key] for each in parts], device) for key in parts[0]}
     return tuple(_joined(list(each), device) for each in zip(*parts, strict=True))
+
+
+def _value(
+    name: str, metric: Metric, parts: list[dict[str, Any]], samples: tuple[Any, Any] | None, device: torch.device
+) -> float:
+    from torch.utils._pytree import tree_map  # here, as it would load torch
+
+    with torch.inference_mode():
+        if _merges(metric):
+            whole = _fresh(metric, device)
+            for part in reversed(parts):  # `merge_state` puts the samples of the argument first
+                whole.merge_state(tree_map(lambda state: state.to(device), part["states"][name]))
+            value = whole.compute()
+        else:
+            assert samples is not None
+            value = (_fresh(metric, device) if hasattr(metric, "merge_state") else metric)(*samples)
+    try:
+        return float(torch.as_tensor(value).cpu().double().mean())
+    except (TypeError, ValueError, RuntimeError):
+        why, remedy = f"it returns {value}, and not a number", "return one number, or an array whose mean is meant"
+        raise ConfigError(f"metrics.{name}", ABSENT, why, remedy) from None
 
 
 _MERGED = {"dim_zero_sum", "dim_zero_cat", "dim_zero_max", "dim_zero_min"}
@@ -199,21 +204,14 @@ OF_NUMBERS: Mapping[str, Named] = {
 """Metrics of predicted and true numbers, [n], or [n, num_targets] for several targets, over which they are averaged."""
 
 
-class NamedMetrics(EvaluationMetrics):
-    """The metrics of torchmetrics with these `names` in `table`; one that is not defined is 0, as in scikit-learn.
+def named_metrics(table: Mapping[str, Named], names: Iterable[str], size: int) -> EvaluationMetrics:
+    """Return the metrics of torchmetrics with these `names` in `table`; `size` is the number of classes or targets.
 
-    Correlations are not defined if all outputs are equal. `size` is the number of classes or of targets.
+    One that is not defined is NaN, such as a correlation if all outputs are equal.
     """
-
-    def __init__(self, table: Mapping[str, Named], names: Iterable[str], size: int):
-        chosen = {name: table[name] for name in names}
-        super().__init__(
-            {name: _object(named, size) for name, named in chosen.items()},
-            {name: named.goal for name, named in chosen.items()},
-        )
-
-    def _number(self, name: str, value: Any) -> float:
-        return float(value.cpu().double().nan_to_num(nan=0.0).mean())  # over targets; the others are single numbers
+    chosen = {name: table[name] for name in names}
+    metrics = {name: _object(named, size) for name, named in chosen.items()}
+    return EvaluationMetrics(metrics, {name: named.goal for name, named in chosen.items()})
 
 
 def _object(named: Named, size: int) -> Metric:

@@ -18,7 +18,7 @@ from runner.model.base import Model
 from runner.storage.signature import check_same_names, check_same_samples
 from runner.tracking.metrics import BatchSums, batch_sums
 from runner.workloads.base import Workload
-from runner.workloads.evaluation_metrics import EvaluationMetrics, Named, NamedMetrics, check_names
+from runner.workloads.evaluation_metrics import EvaluationMetrics, Named, check_names, named_metrics
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ class DataWorkload(SupervisedWorkload, Generic[S]):
     def extra_metrics(self) -> EvaluationMetrics:
         """Return the metrics that evaluations measure besides those of the workload; called once the data is loaded."""
         names = self._names
-        return NamedMetrics(self.named_metrics, names, self.num_outputs) if names else EvaluationMetrics({})
+        return named_metrics(self.named_metrics, names, self.num_outputs) if names else EvaluationMetrics({})
 
     @property
     def _names(self) -> list[str]:

@@ -38,7 +38,7 @@ def test_options_are_passed_to_the_network():
     deep = option("resnet18", stem="cifar", norm="group", checkpoint_activations=True).build((2, 32, 32), 10)
     assert isinstance(net, convnet.ConvNet)
     assert net.get_submodule("hidden.dropout").p == 0.5
-    assert all(stage.checkpoint_activations for _, stage in net.blocks())
+    assert all(stage.checkpoint_activations for _, stage in net.named_children())
     assert isinstance(deep, resnet.ResNet)
     assert all(stage.checkpoint_activations for _, stage in deep.blocks())
     assert isinstance(deep.maxpool, torch.nn.Identity)

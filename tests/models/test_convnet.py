@@ -2,6 +2,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from models.blocks import blocks_of
 from models.convnet import ConvNet
 
 
@@ -42,9 +43,9 @@ def test_blocks_in_sequence_equal_the_network_and_have_each_parameter_once():
     before = torch.get_rng_state()
     expected = network(x)
     assert torch.equal(torch.get_rng_state(), before), "no random number is drawn without dropout"
-    for _, stage in network.blocks():
+    for _, stage in blocks_of(network):
         x = stage(x)
     assert torch.equal(x, expected)
-    assert [name for name, _ in network.blocks()] == ["conv1", "conv2", "hidden", "head"]
-    in_stages = [id(p) for _, stage in network.blocks() for p in stage.parameters()]
+    assert [name for name, _ in blocks_of(network)] == ["conv1", "conv2", "hidden", "head"]
+    in_stages = [id(p) for _, stage in blocks_of(network) for p in stage.parameters()]
     assert in_stages == [id(p) for p in network.parameters()]

@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 
+from models.blocks import blocks_of
 from models.qnet import Dueling, QNet, WithTarget
 
 
@@ -28,7 +29,7 @@ def test_the_network_equals_plain_torch_with_and_without_recomputation():
     for a, b in zip(net.parameters(), again.parameters(), strict=True):
         assert torch.equal(a.grad, b.grad)  # pyright: ignore
     image = x.view(3, 1, 2, 2)  # flattened by the first block, so that the blocks can be run one by one
-    for _, block in net.blocks():
+    for _, block in blocks_of(net):
         image = block(image)
     assert torch.equal(image, net(x))
     assert QNet(4, 2, ())(x.view(3, 1, 2, 2)).shape == (3, 2)

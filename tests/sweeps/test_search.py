@@ -399,6 +399,7 @@ def test_the_median_rule_compares_with_four_others_and_pruned_trials_stay_pruned
 def test_the_value_is_the_best_or_the_last_one(best):
     result = {"metrics": {"eval/loss": 3, "lr": "NaN"}, "best": {"metric": "eval/loss", "value": 1.5, "step": 2}}
     assert Objective("eval/loss", "min", best).value(result) == (1.5 if best else 3.0)
+    assert math.isnan(Objective("eval/f1", "max", best).value({"metrics": {"eval/f1": None}, "best": {}}))
     for tag, of, why in (("eval/los", result, "but eval/loss, lr;"), ("lr", result, "but"), ("x", {}, "but nothing;")):
         with pytest.raises(ConfigError, match=why) as refused:
             Objective(tag, "min", best).value(of)

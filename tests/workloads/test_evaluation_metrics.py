@@ -17,7 +17,7 @@ from runner.config.errors import ConfigError
 from runner.device import Device
 from runner.parallel.ddp import DDP
 from runner.workloads.classifier import Classifier
-from runner.workloads.evaluation_metrics import OF_CLASSES, OF_NUMBERS, EvaluationMetrics, NamedMetrics
+from runner.workloads.evaluation_metrics import OF_CLASSES, OF_NUMBERS, EvaluationMetrics, named_metrics
 
 CPU = torch.device("cpu")
 MODES = {
@@ -134,12 +134,13 @@ def shards_of(metrics: EvaluationMetrics, outputs: torch.Tensor, targets: torch.
     return joined
 
 
-def test_a_correlation_with_constants_is_0_as_it_would_end_the_run_otherwise():
+def test_a_correlation_with_constants_is_nan():
     require("torchmetrics")
-    metrics = NamedMetrics(OF_NUMBERS, ["pearson", "rmse"], 2)
+    metrics = named_metrics(OF_NUMBERS, ["pearson", "rmse"], 2)
     outputs, targets = torch.tensor([[1.0, 1], [1, 2], [1, 3]]), torch.tensor([[3.0, 2], [5, 4], [1, 6]])
     found = metrics.compute(shards_of(metrics, outputs, targets, 2, 1), CPU)
-    assert found == {"pearson": pytest.approx(0.5), "rmse": pytest.approx(((20 / 3) ** 0.5 + (14 / 3) ** 0.5) / 2)}
+    wanted = {"pearson": float("nan"), "rmse": ((20 / 3) ** 0.5 + (14 / 3) ** 0.5) / 2}
+    assert found == pytest.approx(wanted, nan_ok=True)
 
 
 def counted_in_rank() -> dict[str, float]:
@@ -174,7 +175,7 @@ def test_each_sample_counts_once_among_processes(ranks):
 def test_what_torchmetrics_warns_of_is_said_once(caplog):
     """No sample is of the third class: the mean over classes counts it as 0, even if all predictions are right."""
     require("torchmetrics")
-    metrics, outputs = NamedMetrics(OF_CLASSES, ["auroc"], 3), torch.eye(3)[:2]
+    metrics, outputs = named_metrics(OF_CLASSES, ["auroc"], 3), torch.eye(3)[:2]
     for _ in range(2):
         found = metrics.compute(shards_of(metrics, outputs, torch.arange(2), 1, 1), CPU)
         assert found == {"auroc": pytest.approx(2 / 3)}
@@ -214,11 +215,13 @@ def test_objects_and_functions_of_any_kind_see_each_sample_once_in_order():
         found = own.compute(shards_of(own, outputs, targets.double(), *sizes), CPU)
         assert found["states of its own"] == pytest.approx(float(concordance(outputs, targets.double())), abs=1e-6)
 
-    for wrong in (classification.MulticlassF1Score(2, average=None), lambda outputs, targets: {"a": 1.0}):
-        metrics = EvaluationMetrics({"mine": wrong})
-        with pytest.raises(ConfigError) as refused:
-            metrics.compute(shards_of(metrics, torch.eye(2), torch.arange(2), 2), CPU)
-        assert refused.value.key == "metrics.mine"
+    many = EvaluationMetrics({"of two classes": classification.MulticlassF1Score(2, average=None)})
+    right = torch.eye(2)[[0, 1, 1]], torch.tensor([0, 1, 0])
+    assert many.compute(shards_of(many, *right, 2, 1), CPU) == {"of two classes": pytest.approx(2 / 3)}
+    wrong = EvaluationMetrics({"mine": lambda outputs, targets: {"a": 1.0}})
+    with pytest.raises(ConfigError) as refused:
+        wrong.compute(shards_of(wrong, *right, 3), CPU)
+    assert refused.value.key == "metrics.mine"
 
 
 @pytest.mark.parametrize(("name", "pick"), [("f1", max), ("calibration_error", min)])
