@@ -1,24 +1,46 @@
-"""Tests of what users bring: NumPy's and pandas' types, labels of other kinds, outputs that are no tensor, modules."""
+"""Tests of what users bring: data and outputs in many forms, metrics, and mistakes, which are refused or located."""
 
+import inspect
+import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas
 import pytest
 import torch
+from helpers import user_objects
 from helpers.plain_loop import largest_difference, weights_at
+from helpers.user_objects import (
+    TENSORS,
+    Dicts,
+    Endless,
+    Fails,
+    FailsForward,
+    Net,
+    NoLength,
+    Plain,
+    Rows,
+    failing_hook,
+    logs_a_vector,
+    recall,
+    right,
+    tensors,
+)
 from torch import nn
 from torch.nn.functional import cross_entropy
-from torch.utils.data import ConcatDataset, TensorDataset
+from torch.utils.data import ConcatDataset, DataLoader
 
 import runner
 from runner.config.errors import ConfigError
 from runner.config.user_code import find, passed, using
 from runner.system.import_path import python_path
 
-SHORT = ["device=cpu", "device.threads=1", "optimizer=sgd", "optimizer.lr=0.1", "batch_size=10", "steps=4"]
+SHORT = ["device=cpu", "device.threads=1", "optimizer=sgd", "optimizer.lr=0.05", "batch_size=12", "log_every=1"]
+SHORT += ["steps=6", "eval_every=3", "save_every=3"]
+DDP = "parallel=ddp"
 
 
 @pytest.fixture(autouse=True)
@@ -26,100 +48,185 @@ def _elsewhere(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def rows(count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return float64 inputs that float32 rounds, and int64 classes."""
-    x = np.random.default_rng(count).normal(size=(count, 3))
-    return x, (x[:, 0] > 0) + 1 * (x[:, 1] > 0)
-
-
-def net() -> nn.Module:
-    return nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 3))
-
-
-class Net(nn.Module):
+class Dict(Net):
     def __init__(self):
         super().__init__()
-        self.layers, self.spare = net(), nn.Linear(2, 2)
+        self.spare = nn.Linear(2, 2)  # which no loss depends on
 
     def forward(self, x):
-        return self.layers(x)
+        return {"logits": super().forward(x), "more": (x,)}
 
 
-class Dict(Net):
-    def forward(self, x):
-        return {"logits": self.layers(x), "more": (x,)}
-
-
-def trained(*words: str, model=net, data=None, **more):
-    result = runner.train([*SHORT, *words], model=model, data=data or (rows(40), rows(21)), **more)
+def trained(*words: str, model: Any = Net, data: Any = TENSORS, **more: Any) -> tuple[Any, dict[str, torch.Tensor]]:
+    result = runner.train([*SHORT, *words], model=model, data=data, **more)
     return result, weights_at(result.directory, result.steps)
 
 
-def test_types_of_inputs_and_labels_do_not_change_the_result():
-    wide = rows(40), rows(21)
-    wanted = trained()[1]
-    frames = tuple((pandas.DataFrame(x), pandas.Series(y)) for x, y in wide)
-    small = tuple((x.astype(np.float32), y.astype(np.int32)) for x, y in wide)
-    for data in (frames, small, tuple(ConcatDataset([TensorDataset(*map(torch.tensor, each))]) for each in wide)):
+def test_forms_and_types_of_data_do_not_change_the_result():
+    wanted, arrays = trained()[1], [tuple(tensor.numpy() for tensor in each.tensors) for each in TENSORS]
+    pairs = tuple(list(zip(*each.tensors, strict=True)) for each in TENSORS)
+    frames = tuple((pandas.DataFrame(x.astype(np.float64)), pandas.Series(y)) for x, y in arrays)
+    small = tuple((x, y.astype(np.int32)) for x, y in arrays)
+    joined = tuple(ConcatDataset([each]) for each in TENSORS)
+    for data in (pairs, tuple(arrays), [*map(Plain, pairs)], lambda: TENSORS, frames, small, joined):
         assert largest_difference(trained(data=data)[1], wanted) == 0
     assert largest_difference(trained(data=small, loss=nn.CrossEntropyLoss())[1], wanted) < 1e-6
-    two, as_ints = (tuple((x, (y > 0).astype(kind)) for x, y in wide) for kind in (bool, np.int64))
+    two, as_ints = (tuple((x, (y > 0).astype(kind)) for x, y in arrays) for kind in (bool, np.int64))
     assert largest_difference(trained(data=two)[1], trained(data=as_ints)[1]) == 0
 
 
 def test_ignored_targets_count_neither_in_gradients_nor_in_the_accuracy():
-    (x, y), (v, w) = ((a, np.where(np.arange(len(a)) % 3 == 0, -100, b)) for a, b in (rows(40), rows(21)))
-    result, whole = trained("precision=64", data=((x, y), (v, w)))
-    parts = trained("precision=64", "accumulation=2", data=((x, y), (v, w)))[1]
+    ignored = [(x, torch.where(torch.arange(len(x)) % 3 == 0, -100, y)) for x, y in (tensors(60), tensors(21))]
+    result, whole = trained("precision=64", data=tuple(ignored))
+    parts = trained("precision=64", "accumulation=2", data=tuple(ignored))[1]
     assert largest_difference(parts, whole) < 1e-13
-    (model := net().double()).load_state_dict(whole)
-    outputs, targets = model(torch.from_numpy(v).float().double()), torch.from_numpy(w)
+    (model := Net().double()).load_state_dict(whole)
+    outputs, targets = model(ignored[1][0].double()), ignored[1][1]
     loss = cross_entropy(outputs, targets, reduction="sum").item() / 21
-    right = (outputs.argmax(1) == targets).sum().item() / 14
-    assert result.evaluation == {"eval/loss": pytest.approx(loss), "eval/accuracy": pytest.approx(right)}
+    share = (outputs.argmax(1) == targets).sum().item() / 14
+    assert result.evaluation == {"eval/loss": pytest.approx(loss), "eval/accuracy": pytest.approx(share)}
 
 
-@pytest.mark.parametrize("mode", [["workload.eval_batch_size=4"], ["parallel=ddp", "parallel.find_unused=true"]])
-def test_outputs_may_be_a_dict_and_parameters_unused(mode):
-    wanted, weights = trained(model=Net)
+@pytest.mark.parametrize("mode", [["workload.eval_batch_size=4"], [DDP, "parallel.find_unused=true"]])
+def test_metrics_are_of_all_held_out_samples_and_outputs_may_be_a_dict(mode):
+    given = {"recall": recall, "right": right}
+    metrics: dict[str, Any] = {name: lambda o, y, of=metric: of(o["logits"], y) for name, metric in given.items()}
+    metrics["inputs"] = lambda outputs, targets: outputs["more"][0].sum()
     loss = lambda outputs, targets: cross_entropy(outputs["logits"], targets)  # noqa: E731
-    right = lambda outputs, targets: outputs["logits"].argmax(1) == targets  # noqa: E731
-    metrics = {"accuracy": right, "inputs": lambda outputs, targets: outputs["more"][0].sum()}
-    result, same = trained(*mode, model=Dict, loss=loss, metrics=metrics)
-    assert largest_difference(same, weights) < 1e-6
-    assert result.evaluation == pytest.approx(wanted.evaluation | {"eval/inputs": rows(21)[0].sum()}, rel=1e-5)
+    best = ["workload.best_metric=right", "workload.best_goal=max"]
+    result, weights = trained(*best, *mode, model=Dict, loss=loss, metrics=metrics)
+    (model := Dict()).load_state_dict(weights)
+    inputs, targets = TENSORS[1].tensors
+    outputs = model(inputs)["logits"].detach()
+    wanted = {"recall": recall(outputs, targets), "right": right(outputs, targets).float().mean()}
+    wanted |= {"inputs": inputs.sum(), "loss": cross_entropy(outputs, targets)}
+    assert result.evaluation == {f"eval/{name}": pytest.approx(float(each), rel=1e-5) for name, each in wanted.items()}
+    assert result.best["metric"] == "eval/right"
+
+
+def test_a_metric_that_is_not_defined_is_nan_and_never_the_best():
+    values = iter([torch.nan, 0.5, torch.nan])  # of the first batch, which is tried, and of the evaluations
+    metrics = {"some": lambda outputs, targets: next(values), "none": lambda outputs, targets: torch.zeros(0)}
+    words = ("workload.best_metric=some", "workload.best_goal=max", "stop.metric=eval/some", "stop.patience=9")
+    result, _ = trained(*words, metrics=metrics)
+    assert (result.status, result.best) == ("done", {"metric": "eval/some", "value": 0.5, "step": 3})
+    assert result.evaluation == pytest.approx(
+        {"eval/loss": result.evaluation["eval/loss"], "eval/some": torch.nan, "eval/none": torch.nan}, nan_ok=True
+    )
+    saved = json.loads((result.directory / "result.json").read_text(), parse_constant=pytest.fail)["metrics"]
+    assert (saved["eval/some"], saved["eval/none"]) == (None, None)
+    again = {name: lambda outputs, targets: torch.nan for name in metrics}
+    resumed, _ = trained(f"resume={result.directory}", "steps=9", metrics=again)
+    assert (resumed.status, resumed.steps, resumed.best) == ("done", 9, result.best)
+    never, _ = trained(*words, metrics=again)
+    assert (never.status, never.best) == ("done", {})
+
+
+def test_metrics_that_need_more_samples_than_a_batch_are_not_refused():
+    def of_both_classes(outputs: torch.Tensor, targets: torch.Tensor) -> float:
+        if len(targets) < 21:
+            raise ValueError("a class is missing")
+        return 0.5
+
+    assert trained(metrics={"a": of_both_classes})[0].evaluation["eval/a"] == 0.5
 
 
 def test_a_compiled_network_saves_weights_under_its_own_names():
-    for given in (torch.compile(net()), lambda: torch.compile(net())):
-        assert trained(model=given)[1].keys() == net().state_dict().keys()
+    for given in (torch.compile(Net()), lambda: torch.compile(Net())):
+        assert trained(model=given)[1].keys() == Net().state_dict().keys()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is refused, and errors
+
+
+class TwoInputs(Net):
+    def forward(self, x, y):
+        return super().forward(x) + y
+
+
+def shifted(by: int) -> Any:
+    """Class indices that do not begin with 0, in the training samples."""
+    x, y = tensors(60)
+    return (x, y + by), tensors(21)
 
 
 @pytest.mark.cases(
-    ([], {"model": Dict}, "model"),
-    ([], {"model": lambda: nn.Sequential(nn.LazyLinear(3))}, "model"),
-    ([], {"data": [([1.0, 2.0, 3.0], "cat")] * 40}, "data"),
-    ([], {"data": ((rows(40)[0], rows(40)[1] + 1), rows(21))}, "data"),
-    ([], {"data": ((rows(40)[0], rows(40)[1] - 1), rows(21)), "loss": nn.CrossEntropyLoss()}, "data"),
-    (["parallel=ddp"], {"model": Net}, "parallel.find_unused"),
-    ids=["dict", "lazy", "text", "from 1", "from -1", "unused"],
+    ({"data": (Endless(), Endless())}, "data", "no index"),
+    ({"data": (NoLength(), NoLength())}, "data", "no length"),
+    ({"data": (DataLoader(TENSORS[0]), TENSORS[1])}, "data", "batches"),
+    ({"data": (Dicts([1, 2]), Dicts([1]))}, "data", "(input, target)"),
+    ({"data": (tensors(60), (torch.zeros(2, 6), torch.zeros(2).long()))}, "data", "[6]"),
+    ({"data": ((torch.zeros(9, 5), torch.zeros(8)), tensors(21))}, "data", "9 inputs and 8 targets"),
+    ({"data": ((torch.zeros(24, 5), torch.zeros(24)),) * 2}, "data", "[12, 3], targets [12]"),
+    ({"data": ((torch.zeros(24, 5), torch.zeros(24, 2).long()),) * 2}, "data", "[12, 3], targets [12, 2]"),
+    ({"data": [([1.0, 2.0, 3.0], "cat")] * 40}, "data", "numbers"),
+    ({"data": shifted(1)}, "data", "no output"),
+    ({"data": shifted(-1), "loss": nn.CrossEntropyLoss()}, "data", "no output"),
+    ({"loss": lambda outputs, targets: outputs}, "loss", "scalar"),
+    ({"loss": 3}, "loss", "function"),
+    ({"metrics": [right]}, "metrics", "dict"),
+    ({"metrics": {"a": lambda outputs, targets: outputs.argmx(1)}}, "metrics.a", "argmx"),
+    ({"metrics": {"a": lambda outputs: outputs}}, "metrics.a", "argument"),
+    ({"metrics": {"a": lambda outputs, targets: "high"}}, "metrics.a", "number"),
+    ({"loss": lambda outputs, targets: cross_entropy(outputs.detach(), targets)}, "loss", "weights"),
+    ({"model": TwoInputs}, "model", "single input"),
+    ({"model": lambda width: Net()}, "model", "width"),
+    ({"model": lambda: 3}, "model", "int"),
+    ({"model": lambda: nn.Sequential(nn.LazyLinear(3))}, "model", ""),
+    ({"model": Dict}, "model", "dict"),
+    ({"after_step": lambda: None}, "after_step", "arguments"),
+    ({"modle": Net}, "modle", "no such argument"),
+    ids=lambda value: value if isinstance(value, str) else None,
 )
-def test_mistakes_are_refused(words, given, key):
+def test_what_cannot_be_trained_is_refused(given, key, why):
     with pytest.raises(ConfigError) as refused:
-        trained(*words, **given)
-    assert refused.value.key == key
+        trained(**given)
+    assert refused.value.key == key, refused.value
+    assert why in f"{refused.value.got} {refused.value.why} {refused.value.remedy}"
+    assert not list(Path.cwd().glob("outputs/*/*/config.yaml"))
 
 
-def test_a_hook_that_logs_no_number_is_named():
+def test_unused_parameters_are_refused_by_ddp():
+    with pytest.raises(ConfigError) as refused:
+        trained(DDP, model=Dict, loss=lambda outputs, targets: cross_entropy(outputs["logits"], targets))
+    assert refused.value.key == "parallel.find_unused"
+
+
+def test_what_cannot_be_sent_to_processes_is_refused_only_where_there_are_some():
+    with Path("words.txt").open("w") as file:
+        loss = lambda outputs, targets: cross_entropy(outputs, targets, reduction="mean" if file else "sum")  # noqa: E731
+        assert trained(loss=loss)[0].status == "done"
+        with pytest.raises(ConfigError) as refused:
+            trained(DDP, loss=loss)
+    assert refused.value.key == "code"
+    assert "files" in refused.value.why
+
+
+def line_of(text: str) -> str:
+    lines = inspect.getsource(user_objects).splitlines()
+    return f"user_objects.py:{next(n for n, line in enumerate(lines, 1) if line.endswith(text))}"
+
+
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        ({"data": (Fails(60), Rows(20))}, "# of a sample"),
+        ({"model": FailsForward}, "# of a network"),
+        ({"after_step": failing_hook}, "# of a hook"),
+        ({"after_step": logs_a_vector}, "# no number"),
+    ],
+    ids=["sample", "forward", "hook", "vector"],
+)
+@pytest.mark.parametrize("mode", [["data.workers=1"], [DDP]], ids=["single", "ddp"])
+def test_errors_in_code_of_the_user_name_its_line(mode, given, line):
     with pytest.raises(runner.CrashedError) as crashed:
-        trained(after_step=lambda state: state.log("a", torch.ones(3)))  # here
-    line = 1 + next(n for n, text in enumerate(Path(__file__).read_text().splitlines()) if text.endswith("# here"))
-    assert f"{Path(__file__).name}:{line}" in crashed.value.result.error
+        trained(*mode, **given)
+    assert line_of(line) in crashed.value.result.error
 
 
-@pytest.mark.parametrize("tag", ["train/loss", "eval/loss", "lr"])
-def test_a_hook_does_not_replace_a_curve_of_the_run(tag):
-    name = "after_evaluation" if tag.startswith("eval/") else "after_step"
+@pytest.mark.parametrize(("name", "tag"), [("after_step", "train/loss"), ("after_evaluation", "eval/loss")])
+def test_a_hook_does_not_replace_a_curve_of_the_run(name, tag):
     with pytest.raises(runner.CrashedError) as crashed:
         trained(**{name: lambda state, *metrics: state.log(tag, 7)})
     assert f"log('{tag}', …)" in crashed.value.result.error

@@ -73,10 +73,6 @@ def here(tmp_path, monkeypatch) -> Iterator[Path]:
         yield tmp_path
 
 
-def train(overrides: list[str]) -> Any:
-    return runner.train(overrides)
-
-
 def succeeds(cwd: Path, *words: str) -> str:
     code, console = run_command(*words, cwd=cwd)
     assert code == 0, console
@@ -94,41 +90,43 @@ def test_a_file_trains_the_same_from_the_command_from_python_and_part_by_part(he
     run = only_run(here)
     assert run.parent.name == "mine"
     wanted = checkpoint_tensors(run)
-    result = train(["workload=mine.py", *SMALL, "output_root=python"])
+    result: Any = runner.train(["workload=mine.py", *SMALL, "output_root=python"])
     assert_checkpoint_bitwise_equal(result.directory, wanted)
     curves = runner.load(run).curves()
     assert set(curves["weights/first"]) == {1, 2, 3, 4}
     assert "eval/accuracy" in curves
     parts = ["model=mine.py:model", "data=mine.py", "output_root=parts", *SMALL, "parallel=ddp", "precision=64"]
-    two = train(parts)
-    one = train([*parts, "parallel=single"])
+    two = runner.train(parts)
+    one = runner.train([*parts, "parallel=single"])
     assert two.world_size == 2
     assert largest_difference(weights_at(two.directory, 4), weights_at(one.directory, 4)) < 1e-12
     assert "weights/first" not in runner.load(one.directory).curves(), "hooks are those of a workload"
 
 
 def test_a_saved_run_never_runs_its_code_unless_it_is_typed(here, capsys):
-    succeeds(here, "workload=mine.py", "model=networks.py:wide", *SMALL)
+    words = ("workload=mine.py", "model=networks.py:wide", *SMALL)
+    whole: Any = runner.train([*words, "output_root=whole"])
+    code, console = run_command(*words, "stop.max_time=1e-6", cwd=here)
+    assert code == 75
     run = only_run(here)
-    whole = checkpoint_tensors(run)
+    [line] = [line for line in console.splitlines() if line.startswith("resume: ")]
     for file in ("mine.py", "networks.py"):
-        shutil.copy(here / file, here / f"{file}.kept")
         (here / file).write_text(f"{MARK}{(here / file).read_text()}")
-    checkpoint = run / "checkpoints" / "step_00000002"
-    console = refused(here, f"resume={checkpoint}")
-    assert not (here / "executed").exists()
+    console = refused(here, f"resume={run}")
     typed = shlex.split(" ".join(console.partition("type: ")[2].split("\n")))
-    assert typed[:3] == ["python", "-m", "runner"]
-    assert {*typed[3:]} == {f"resume={checkpoint}", "workload=mine.py", "model=networks.py:wide"}
+    assert typed[:3] == shlex.split(line)[1:4] == ["python", "-m", "runner"]
+    assert {*typed[3:]} == {f"resume={run}", "workload=mine.py", "model=networks.py:wide"}
+    resume = shlex.split(line)[4:]
+    assert {*resume[1:]} == {"workload=mine.py", "model=networks.py:wide"}
     assert evaluate.main([str(run)]) == 2
     assert verify.main([str(run)]) == 2
     assert not (here / "executed").exists()
 
-    console = succeeds(here, *typed[3:])
+    console = succeeds(here, *resume, "stop.max_time=null")
     assert (here / "executed").exists()
     assert "mine.py has changed since the last session" in console
     assert "networks.py has changed" in console
-    assert_checkpoint_bitwise_equal(run, whole)
+    assert_checkpoint_bitwise_equal(run, checkpoint_tensors(whole.directory))
     capsys.readouterr()
     assert evaluate.main([str(run), *typed[4:], "--checkpoint=last"]) == 0
     assert "eval/accuracy" in capsys.readouterr().out
@@ -138,7 +136,7 @@ def test_a_saved_run_never_runs_its_code_unless_it_is_typed(here, capsys):
 def test_a_network_is_exported_with_its_file(here, capsys):
     (here / "tokens.py").write_text(TOKENS)
     for file, inputs in {"mine.py": torch.randn(5, 13), "tokens.py": torch.tensor([[1, 2, 5], [0, 3, 3]])}.items():
-        result = train([f"workload={file}", *SMALL, "precision=64"])
+        result = runner.train([f"workload={file}", *SMALL, "precision=64"])
         words = [str(result.directory), f"{file}.pt2"]
         assert convert.main(words) == 2
         assert f"type: … workload={file}" in capsys.readouterr().err
@@ -156,20 +154,13 @@ def test_a_network_is_exported_with_its_file(here, capsys):
 
 def test_a_network_of_a_file_predicts_the_classes_of_images(here, capsys):
     (here / "pixels.py").write_text(PIXELS)
-    result = train(["model=pixels.py", *SMALL])
+    result = runner.train(["model=pixels.py", *SMALL])
     Image.linear_gradient("L").save("image.png")
     with using(passed(["model=pixels.py"])):
         [wanted] = runner.load(result.directory).predict("image.png")
     assert predict.main([str(result.directory), "image.png", "model=pixels.py", "--json"]) == 0
     [found] = json.loads(capsys.readouterr().out)
     assert (found["class"], found["probability"]) == (wanted.label, wanted.probability)
-
-
-def test_the_command_that_resumes_a_stopped_run_names_its_files(here):
-    code, console = run_command("workload=mine.py", *SMALL, "stop.max_time=1e-6", cwd=here)
-    assert code == 75
-    [line] = [line for line in console.splitlines() if line.startswith("resume: ")]
-    succeeds(here, *shlex.split(line)[4:], "stop.max_time=null")
 
 
 def test_an_option_file_cannot_choose_code(here):
@@ -205,22 +196,16 @@ def test_mistakes_in_a_file_are_refused_with_its_line(here):
         ("workload=mine.py", "workload.best_metric=acuracy"): ("accuracy",),
     }.items():
         with pytest.raises(runner.ConfigError) as mistake:
-            train([*words, *SMALL])
+            runner.train([*words, *SMALL])
         assert all(text in str(mistake.value) for text in texts), mistake.value
     assert not (here / "outputs").exists()
 
 
-def test_names_of_files_are_texts(here):
+def test_names_of_files_are_texts_in_a_sweep_too(here):
     for name in ("nan", "true", "null", "1e3"):
         shutil.copy("mine.py", f"{name}.py")
-        assert train([f"workload={name}.py", *SMALL, "steps=1"]).directory.parent.name == name
-    succeeds(here, "-m", "workload=null.py", *SMALL, "steps=1", "seed=0,1")
-    assert len([*here.glob("outputs/sweeps/null/*/*/result.json")]) == 2
-
-
-def test_a_sweep_trains_networks_of_a_file(here):
-    words = ("workload=mine.py", "model=networks.py:narrow,networks.py:wide", *SMALL)
-    succeeds(here, "-m", *words)
-    runs = {path.parent.name: runner.load(path.parent) for path in here.glob("outputs/sweeps/mine/*/*/config.yaml")}
-    assert sorted(run.config["code"]["model"] for run in runs.values()) == ["networks.py:narrow", "networks.py:wide"]
-    assert {run.result["status"] for run in runs.values()} == {"done"}
+        assert runner.compose([f"workload={name}.py", *SMALL])["name"] == name
+    succeeds(here, "-m", "workload=null.py", "model=networks.py:narrow,networks.py:wide", *SMALL)
+    runs = [runner.load(path.parent) for path in here.glob("outputs/sweeps/null/*/*/config.yaml")]
+    assert sorted(run.config["code"]["model"] for run in runs) == ["networks.py:narrow", "networks.py:wide"]
+    assert {run.result["status"] for run in runs} == {"done"}

@@ -129,12 +129,12 @@ def test_a_suspended_worker_raises_an_error_after_the_timeout(when, others):
         list(results)
     if when != "loading":  # perhaps before they have sent the memory of a batch
         send(signal.SIGSTOP, others)
-    workers.timeout = 1.5  # set only after the workers have started, which may take long
+    workers.timeout = 1  # set only after the workers have started, which may take long
     since = time.monotonic()
     error = error_of(workers.map(Squares(), jobs(4)) if when == "idle" else results)
-    assert "no batch arrived within 1.5 s" in error.why
+    assert "no batch arrived within 1 s" in error.why
     assert "data.timeout" in error.remedy
-    assert time.monotonic() - since > 1, "it was waited for"
+    assert time.monotonic() - since >= 1, "it was waited for"
 
 
 def test_only_waiting_counts_towards_the_timeout():

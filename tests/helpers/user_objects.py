@@ -108,3 +108,7 @@ class FailsForward(Net):
 
 def failing_hook(state: Any) -> None:
     raise KeyError("in a hook")  # of a hook
+
+
+def logs_a_vector(state: Any) -> None:
+    state.log("a", torch.ones(3))  # no number
