@@ -16,7 +16,7 @@ computed in another order. `--allow` permits further changes of the results:
 The choice is printed as overrides, and written as an experiment to a directory in `outputs/tuned/`, together with all
 measurements.
 
-The config itself is always measured; what the budget does not suffice for is listed, with a budget that does.
+The config itself is always measured; what the budget does not suffice for is listed.
 
 Exit codes: 0: tuned, even if nothing is faster than the config itself. 1: the config crashed or did not get to its
 first step in ten minutes, or the result cannot be saved. 2: the config is refused.

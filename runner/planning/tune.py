@@ -49,7 +49,7 @@ MAX_START = 600.0
 
 MAX_BUDGET = 86_400
 
-BUDGET_SPENT = "the budget is spent"
+BUDGET_SPENT = "the budget is spent: a larger --budget measures more"
 
 
 class Search:
@@ -77,8 +77,6 @@ class Search:
         self.base = judge(())
         """The baseline."""
         self.candidates = [self.base]
-        self.missing_seconds = 0.0
-        """By how much the budget was too small for all candidates, if each takes as long as the longest measured."""
 
     def run(self, groups: Sequence[OptionGroup]) -> Candidate:
         """Measure candidates, and return the fastest, or the baseline if none is clearly faster.
@@ -88,22 +86,15 @@ class Search:
         Raises:
             TrialError: if the baseline, with which all others are compared, cannot train or fails later.
         """
-        began, needed = self._clock(), []
-        with closing(self._started(self.base, max(MAX_START, self._ends - began))) as trial:
+        with closing(self._started(self.base, max(MAX_START, self._ends - self._clock()))) as trial:
             self._burst(self.base, trial)
-            self._longest = 2 * (self._clock() - began)  # of a candidate, as far as is known
             for number, group in enumerate(groups):
-                best, now, count = self._fastest(), self._clock(), len(self.candidates)
+                best, now = self._fastest(), self._clock()
                 assert best.run is not None
                 share = group.weight / sum(each.weight for each in groups[number:])
                 until = now + (self._ends - now) * share
                 for words in group.options(best.run):
                     self._try((*best.overrides, *words), until, trial)
-                tried = [each for each in self.candidates[count:] if each.seconds or each.reason == BUDGET_SPENT]
-                if not all(each.seconds for each in tried):
-                    needed.append((now, len(tried) / share))
-            ends = max([self._ends, *(now + count * self._longest for now, count in needed)])
-            self.missing_seconds = ends - self._ends
             return self._fastest()
 
     def measured(self) -> list[Candidate]:
@@ -137,7 +128,7 @@ class Search:
 
     def _compare(self, candidate: Candidate, seconds: float, until: float, base_trial: Trial) -> None:
         """Let a candidate, which may take `seconds` to start, and the baseline train in turn."""
-        best, turn, began = self._fastest(), candidate, self._clock()
+        best, turn = self._fastest(), candidate
         try:
             with closing(self._started(candidate, seconds)) as trial:
                 while not candidate.ratios or self._goes_on(candidate, best, until):
@@ -145,7 +136,6 @@ class Search:
                     for turn, each in pair if len(candidate.ratios) % 2 else reversed(pair):
                         self._burst(turn, each)
                     candidate.ratios.append(candidate.seconds[-1] / self.base.seconds[-1])
-            self._longest = max(self._longest, self._clock() - began)
         except TrialError as error:
             if turn is self.base:
                 raise
@@ -199,8 +189,7 @@ def tune(
 
     Returns:
         A dict: `chosen`, the chosen overrides; `speedup`, the step time of the baseline divided by that of the choice;
-        `seconds`, how long the call took; `missing_seconds`, as in `Search`; and `rows`, a dict for each candidate (see
-        `plain`), the fastest first.
+        `seconds`, how long the call took; and `rows`, a dict for each candidate (see `plain`), the fastest first.
 
     Raises:
         ConfigError: if the run is refused.
@@ -217,7 +206,6 @@ def tune(
         "speedup": 1 / chosen.ratio,
         "rows": [plain(row, search.base, candidates.base.batch_size) for row in rows],
         "seconds": time.perf_counter() - began,
-        "missing_seconds": search.missing_seconds,
     }
 
 
@@ -296,16 +284,11 @@ def render(report: dict[str, Any]) -> Group:
 
 def verdict(report: dict[str, Any]) -> list[str]:
     """Return the lines that say what was chosen, and how to use it."""
-    lines = []
-    if spent := sum(row["reason"] == BUDGET_SPENT for row in report["rows"]):
-        enough = min(MAX_BUDGET, 10 * math.ceil((report["budget"] + report["missing_seconds"]) / 10 + 0.1))
-        more = f"about --budget {enough} is enough for all"
-        lines.append(f"{spent} candidate{'s were' if spent > 1 else ' was'} not measured: {BUDGET_SPENT} ({more})")
     if not report["chosen"]:
-        return [*lines, f"nothing is clearly faster than the baseline ({report['seconds']:.0f} s)"]
+        return [f"nothing is clearly faster than the baseline ({report['seconds']:.0f} s)"]
     config_dir = report["config_dir"]
     words = [*([] if config_dir is None else [f"--config-dir={config_dir}"]), *report["typed"], *report["chosen"]]
-    lines.append(f"chosen: {report['speedup']:.2f} × as fast as the baseline ({report['seconds']:.0f} s)")
+    lines = [f"chosen: {report['speedup']:.2f} × as fast as the baseline ({report['seconds']:.0f} s)"]
     if steps := sum(row["pays_after_steps"] or 0 for row in report["rows"] if row["overrides"] == report["chosen"]):
         lines.append(f"pays:   it starts later, and is ahead of the baseline after {steps:,} optimizer steps")
     lines.append(f"run:    python -m runner {shlex.join(words)}")

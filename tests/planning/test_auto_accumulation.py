@@ -71,39 +71,39 @@ def test_what_clearly_fits_or_is_predicted_not_to_fit_is_not_tried():
 
 
 def test_micro_batches_are_divided_further_after_running_out_of_memory_but_not_after_another_error():
-    attempts = FakeTrials(least=8)
-    assert fit(1.5 * needed(1), attempts)[0] == 8
+    memory, attempts = 1.5 * needed(1), FakeTrials(least=8)
+    assert fit(memory, attempts)[0] == 8
     assert attempts.counts == [1, 2, 4, 8]  # none is skipped, because the prediction was wrong
     attempts = FakeTrials(error=TrialError("RuntimeError: something else"))
     with pytest.raises(TrialError, match="something else"):
-        fit(1.5 * needed(1), attempts)
+        fit(memory, attempts)
     assert attempts.counts == [1]
 
 
 def test_a_run_that_does_not_fit_at_all_is_refused():
     with pytest.raises(ConfigError, match="accumulation") as caught:
-        fit(1e6, FakeTrials(), "batch_size=8")
+        fit(1e6, FakeTrials(), "batch_size=2")
     assert "fsdp" in str(caught.value)
 
 
 def test_the_processes_share_the_batch():
-    found, _ = fit(1.5 * needed(1, "parallel=ddp"), FakeTrials(least=6), "parallel=ddp", "batch_size=12")
+    found, _ = fit(1e9, FakeTrials(least=6), "parallel=ddp", "batch_size=12")
     assert found == 6
     with pytest.raises(ConfigError, match="batch_size"):
         fit(100e9, FakeTrials(), "parallel=ddp", "batch_size=13")
 
 
 def test_counts_that_a_pipeline_cannot_split_are_skipped():
-    typed = ("parallel=pipeline", "parallel.num_micro_batches=4", "batch_size=24")
-    found, said = fit(1.5 * needed(1, *typed), FakeTrials(least=3), *typed)
-    # Not 3, which is less than twice 2, and not 4, whose micro-batches of 6 samples cannot be split into 4.
+    typed = ("parallel=pipeline", "parallel.num_micro_batches=2", "batch_size=12")
+    found, said = fit(1e9, FakeTrials(least=3), *typed)
+    # Not 3, which is less than twice 2, and not 4, whose micro-batches of 3 samples cannot be split into 2.
     assert found == 6
     assert len(said) == 3
 
 
 def test_smaller_batches_of_batch_normalization_are_reported():
     resnet = ("model=resnet18", "data=synthetic", "data.size=8", "data.num_samples=64", "batch_size=16")
-    _, said = fit(1.2 * needed(1, *resnet), FakeTrials(least=2), *resnet)
+    _, said = fit(0.7e9, FakeTrials(least=2), *resnet)
     assert said[-1].endswith("batch normalization sees smaller batches (model.norm=group avoids this)")
     assert "batch normalization" not in said[0]
 
