@@ -82,7 +82,6 @@ class State:
             session.world_size,
             session.collectives.barrier,
             session.collectives.timeout,
-            self.hash,
             {CONFIG: lambda: config, SIGNATURE: partial(_signature_text, run.workload)},
         )
 

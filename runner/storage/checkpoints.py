@@ -49,7 +49,6 @@ class Checkpoints:
         world_size: the number of ranks, all of which must call `save`.
         barrier: function that returns once all ranks have called it.
         timeout: seconds that rank 0 waits for the files of the other ranks.
-        config_hash: hash of the config, for the manifest.
         texts: functions that return the texts of further files, by name; a file without text is not written. They are
             called by a thread.
     """
@@ -62,12 +61,11 @@ class Checkpoints:
         world_size: int = 1,
         barrier: Callable[[], None] = lambda: None,
         timeout: float = math.inf,
-        config_hash: str = "",
         texts: Mapping[str, Callable[[], str]] = {},
     ):
         self.root = directory / "checkpoints"
         self.keep, self.rank, self.world_size, self.barrier, self.timeout = keep, rank, world_size, barrier, timeout
-        self.config_hash, self.texts = config_hash, texts
+        self.texts = texts
         self._writing: Writing | None = None
         self._failed = threading.Event()
         self._identity = identity(directory)
@@ -168,9 +166,8 @@ class Checkpoints:
             if text := text_of():
                 _write_synced(part / name, partial(Path.write_text, data=text, encoding="utf-8"))
         self._wait_for_other_ranks(part)
-        facts = {"step": checkpoint.step, "world_size": self.world_size, "config_hash": self.config_hash}
-        facts["best"] = checkpoint.state.get("best")
         known = {} if before is None else hashes_of_shared(part, before)
+        facts = {"step": checkpoint.step, "world_size": self.world_size, "best": checkpoint.state.get("best")}
         manifest = manifest_of(part, known, **facts)
         _write_synced(part / MANIFEST, lambda path: path.write_text(manifest, encoding="utf-8"))
         sync(part)

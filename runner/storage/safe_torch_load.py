@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from runner.storage.files import open_regular
+from runner.storage.value_checks import UnexpectedContentError
 
 _HARMFUL = ("bytearray", "encode", "_rebuild_nested_tensor")
 """Functions that `torch.load` allows, but that can allocate any amount of memory or read outside of a tensor."""
@@ -24,10 +25,6 @@ _ZIP = b"PK\x03\x04"
 """The first bytes of a zip archive, by which torch recognizes it."""
 
 
-class UnusualFileError(Exception):
-    """Raised for a file that is not an ordinary `torch.save` file of tensors and plain values."""
-
-
 def load_tensors(path: Path) -> Any:
     """Return the tensors and plain values in a `torch.save` file, on the CPU.
 
@@ -35,7 +32,7 @@ def load_tensors(path: Path) -> Any:
     so that no storage can have more bytes than the file.
 
     Raises:
-        UnusualFileError: if the file could take far more memory than its own size.
+        UnexpectedContentError: if the file could take far more memory than its own size.
         OSError: if the file cannot be read.
         Exception: any exception of torch, `zipfile` or `pickletools`, if it is no valid file, or torch refuses it.
     """
@@ -45,9 +42,9 @@ def load_tensors(path: Path) -> Any:
             with zipfile.ZipFile(file) as archive:
                 entries = archive.infolist()
                 if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
-                    raise UnusualFileError("it is compressed")
+                    raise UnexpectedContentError("it is compressed")
                 if sum(entry.file_size for entry in entries) > path.stat().st_size:
-                    raise UnusualFileError("its entries are larger than the file")
+                    raise UnexpectedContentError("its entries are larger than the file")
                 for entry in entries:
                     if entry.filename.lower().endswith(".pkl"):  # torch does not distinguish upper and lower case
                         _check_pickle(io.BytesIO(archive.read(entry)))
@@ -64,7 +61,7 @@ def _check_pickle(file: Any) -> None:
     """Check that a pickle names no function in `_HARMFUL`; torch refuses other opcodes that name one."""
     for opcode, argument, _ in pickletools.genops(file):
         if opcode.name == "GLOBAL" and str(argument).rpartition(" ")[2] in _HARMFUL:
-            raise UnusualFileError(f"it contains {reprlib.repr(argument)}")
+            raise UnexpectedContentError(f"it contains {reprlib.repr(argument)}")
 
 
 def _check_sizes(content: Any, file_bytes: int) -> None:
@@ -74,11 +71,13 @@ def _check_sizes(content: Any, file_bytes: int) -> None:
         value, depth = remaining.pop()
         num_values += 1
         if num_values > _MAX_VALUES or depth > _MAX_DEPTH:
-            raise UnusualFileError("it contains too many nested values")
+            raise UnexpectedContentError("it contains too many nested values")
         if isinstance(value, torch.Tensor):
             dense = value.layout == torch.strided and value.device.type == "cpu"
             tensor_bytes += value.nbytes if dense else 0
             if not dense or tensor_bytes > _MAX_SHARED * file_bytes:
-                raise UnusualFileError(f"it contains a tensor {reprlib.repr(list(value.shape))} without its values")
+                raise UnexpectedContentError(
+                    f"it contains a tensor {reprlib.repr(list(value.shape))} without its values"
+                )
         elif isinstance(value, dict | list | tuple | set):
             remaining += [(item, depth + 1) for item in (value.values() if isinstance(value, dict) else value)]

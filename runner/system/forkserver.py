@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from runner.system import import_path
+from runner.system.import_path import python_path
 from runner.system.signals import STOP_SIGNALS
 
 METHOD = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
@@ -31,6 +31,7 @@ def start_server(module: str, *modules: str) -> None:
     if METHOD != "forkserver":
         return
     from multiprocessing import forkserver, resource_tracker, util
+    from unittest.mock import patch
 
     forkserver.set_forkserver_preload(["runner.system.preload", module, *modules])
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
@@ -38,7 +39,9 @@ def start_server(module: str, *modules: str) -> None:
         util.get_temp_dir()  # a stop signal between its creation and the registration of its removal would leave it
         resource_tracker.ensure_running()  # it unblocks SIGINT and SIGTERM here, and ignores them itself
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-        with import_path.exported():  # the server and its children must not import another copy of the project
+        with patch.dict(
+            os.environ, python_path()
+        ):  # the server and its children must not import another copy of the project
             forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)

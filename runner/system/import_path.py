@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -22,17 +20,3 @@ def python_path() -> dict[str, str]:
     roots = [] if _ROOT.name in ("site-packages", "dist-packages") else [str(_ROOT)]
     paths = [*roots, *filter(None, [os.environ.get("PYTHONPATH")])]
     return {"PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1"}
-
-
-@contextmanager
-def exported() -> Iterator[None]:
-    """A context manager in which new processes get the environment variables of `python_path`."""
-    variables = python_path()
-    before = {name: os.environ[name] for name in variables if name in os.environ}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name in variables:
-            del os.environ[name]
-        os.environ.update(before)

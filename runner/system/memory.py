@@ -54,23 +54,19 @@ def host_memory() -> dict[str, int | None]:
     """
     import psutil
 
-    machine = psutil.virtual_memory()
-    groups = list(_limited_groups())
+    machine, groups = psutil.virtual_memory(), []
+    for limit, *more in cgroup_limits("memory.max", "memory.current", "memory.stat"):
+        if limit.isdecimal():  # otherwise `max`, or the statistics of the root group, which has no limit
+            used = int(more[0]) if more and more[0].isdecimal() else 0
+            stat = dict(zip(more[1::2], more[2::2], strict=False))
+            cached = sum(int(stat.get(name, 0)) for name in ("active_file", "inactive_file"))
+            groups.append((int(limit), used - cached))
     limit = min((limit for limit, _ in groups), default=machine.total)
     return {
         "total_bytes": machine.total,
         "available_bytes": max(0, min([machine.available, *(limit - used for limit, used in groups)])),
         "limit_bytes": limit if limit < machine.total else None,
     }
-
-
-def _limited_groups() -> Iterator[tuple[int, int]]:
-    """Yield the limit and the usage of each control group with a limit, in bytes; cached files do not count."""
-    for limit, *more in cgroup_limits("memory.max", "memory.current", "memory.stat"):
-        if limit.isdecimal():  # otherwise `max`, or the statistics of the root group, which has no limit
-            usage = int(more[0]) if more and more[0].isdecimal() else 0
-            stat = dict(zip(more[1::2], more[2::2], strict=False))
-            yield int(limit), usage - sum(int(stat.get(name, 0)) for name in ("active_file", "inactive_file"))
 
 
 def _peak_resident_bytes() -> float:

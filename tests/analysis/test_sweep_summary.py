@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from helpers.compose import compose_config
-from helpers.events import hparams_columns, hparams_table, hparams_values, load_events
+from helpers.events import hparams_tab, load_events
 from helpers.handmade_runs import evaluation_entries, save_ledger, write_run_directory
 
 from runner.analysis.sweep_summary import find_best, write_summary
@@ -52,10 +52,10 @@ def grid(tmp_path) -> Path:
 
 def test_the_columns_are_the_swept_keys_and_the_metrics_of_the_workload(grid):
     write_summary(grid)
-    types, metrics = hparams_columns(grid)
-    assert types == {"optimizer.lr": "DATA_TYPE_FLOAT64", "schedule": "DATA_TYPE_STRING"}
-    assert metrics == ["eval/accuracy", "eval/loss", "train/loss", "time/samples_per_second"]
-    rows, _ = hparams_table(grid)
+    tab = hparams_tab(grid)
+    assert tab.types == {"optimizer.lr": "DATA_TYPE_FLOAT64", "schedule": "DATA_TYPE_STRING"}
+    assert tab.metrics == ["eval/accuracy", "eval/loss", "train/loss", "time/samples_per_second"]
+    rows = tab.rows
     assert [row["hparams"]["schedule"] for row in rows] == ["cosine", "cosine", "onecycle", "onecycle"]
     assert [row["metrics"].get("eval/accuracy", (0, 0))[1] for row in rows[:3]] == pytest.approx([0.79, 0.89, 0.83])
     assert [row["status"] for row in rows] == [["STATUS_SUCCESS"]] * 3 + [["STATUS_UNKNOWN"]]
@@ -72,19 +72,20 @@ def test_values_have_one_type_and_one_spelling_in_the_rows_and_in_the_column(tmp
         for a, b, c, d in values
     ]
     write_summary(save_sweep(tmp_path, *jobs))
-    assert hparams_columns(tmp_path)[0] == {
+    tab = hparams_tab(tmp_path)
+    assert tab.types == {
         "max_grad_norm": "DATA_TYPE_FLOAT64",
         "model.hidden": "DATA_TYPE_STRING",
         "parallel.stages": "DATA_TYPE_STRING",
         "precision": "DATA_TYPE_STRING",
     }
     keys = ("max_grad_norm", "parallel.stages", "precision", "model.hidden")
-    assert [tuple(row["hparams"].get(key) for key in keys) for row in hparams_table(tmp_path)[0]] == [
+    assert [tuple(row["hparams"].get(key) for key in keys) for row in tab.rows] == [
         (None, "auto", "16", "[8]"),
         (1.5, 4.0, "bf16", "[4,4]"),
         (2.0, 4.0, "bf16", "[4,4]"),
     ]
-    assert hparams_values(tmp_path)["model.hidden"] == ["[8]", "[4,4]"]
+    assert tab.values["model.hidden"] == ["[8]", "[4,4]"]
 
 
 def told(path: Path) -> str:
@@ -103,7 +104,7 @@ def test_the_tables_have_the_best_jobs_and_the_failures(grid):
     for name in ("002-job", "003-job"):
         shutil.rmtree(grid / name)
     write_summary(grid)
-    assert list(hparams_columns(grid)[0]) == ["optimizer.lr"]
+    assert list(hparams_tab(grid).types) == ["optimizer.lr"]
     assert len(list(grid.glob("events*"))) == 1, "a second summary replaces the first"
 
 

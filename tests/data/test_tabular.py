@@ -11,6 +11,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from helpers.checkpoint_edits import Call
 
 from runner.batching import Plan
 from runner.config.errors import ConfigError
@@ -217,16 +218,11 @@ def test_an_absent_file_and_invalid_column_names_are_refused(houses):
         assert refusal(file=houses, **chosen).key == "inputs"
 
 
-class Payload:
-    def __reduce__(self) -> tuple:
-        return os.mkdir, ("ran",)
-
-
 def test_files_without_valid_arrays_are_refused_and_run_no_code(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     ones = torch.ones(4, 2)
     contents: dict[str, Any] = {
-        "code.pt": {"inputs": Payload(), "targets": ones},
+        "code.pt": {"inputs": Call(os.mkdir, "ran"), "targets": ones},
         "list.pt": [ones, ones],
         "names.pt": {"x": ones, "y": ones},
         "lengths.pt": {"inputs": ones, "targets": ones[:3]},
@@ -236,7 +232,7 @@ def test_files_without_valid_arrays_are_refused_and_run_no_code(tmp_path, monkey
     }
     for name, content in contents.items():
         torch.save(content, name)
-    numpy.savez("code.npz", inputs=numpy.array([Payload()], dtype=object), targets=numpy.ones(1))
+    numpy.savez("code.npz", inputs=numpy.array([Call(os.mkdir, "ran")], dtype=object), targets=numpy.ones(1))
     Path("broken.npz").write_bytes(b"no archive")
     for name in (*contents, "code.npz", "broken.npz"):
         assert refusal(file=name).key == "file", name

@@ -24,7 +24,7 @@ import pytest
 import safetensors.torch
 import torch
 import yaml
-from helpers.checkpoint_edits import read_checkpoint_file, rewrite_manifest, sealed_config, write_checkpoint_file
+from helpers.checkpoint_edits import Call, read_checkpoint_file, rewrite_manifest, sealed_config, write_checkpoint_file
 from helpers.compose import TINY_CPU, build_composed_run, prepare_session
 from helpers.dry_run import run_in_this_process, run_up_to_training
 from omegaconf import OmegaConf
@@ -87,18 +87,8 @@ class Sandbox(NamedTuple):
         (self.path / "result.json").write_text(json.dumps(values))
 
 
-class Runs:
-    """An object that calls a function when it is unpickled."""
-
-    def __init__(self, *call: Any):
-        self.call = call
-
-    def __reduce__(self) -> tuple:
-        return self.call[0], self.call[1:]
-
-
-def touch(sandbox: Sandbox) -> Runs:
-    return Runs(os.system, f"touch '{sandbox.canary}'")
+def touch(sandbox: Sandbox) -> Call:
+    return Call(os.system, f"touch '{sandbox.canary}'")
 
 
 def snapshot(root: Path) -> dict[str, tuple]:
@@ -234,7 +224,7 @@ RUNS: dict[str, Callable[[Sandbox], object]] = {
     "state: a call in it": lambda box: box.insert("state.pt", metrics=touch(box)),
     "rank: a call in it": lambda box: box.insert("rank_0.pt", workload=touch(box)),
     "state: a plain pickle": lambda box: box.forge("state.pt", pickle.dumps(touch(box))),
-    "state: memory of a call": lambda box: box.insert("state.pt", best=Runs(bytearray, 10**12)),
+    "state: memory of a call": lambda box: box.insert("state.pt", best=Call(bytearray, 10**12)),
     "model: a pickle": lambda box: box.forge("model.safetensors", pickle.dumps(touch(box))),
     "model: a large header": lambda box: box.forge("model.safetensors", (2**62).to_bytes(8, "little") + b"{}"),
     "model: a large shape": lambda box: box.forge(
@@ -291,7 +281,7 @@ WEIGHTS: dict[str, Callable[[Sandbox], bytes]] = {
     "a plain pickle": lambda sandbox: pickle.dumps(touch(sandbox)),
     "a pickle of protocol 0": lambda sandbox: f"cos\nsystem\n(S'touch {sandbox.canary}'\ntR.".encode(),
     "objects of NumPy": lambda sandbox: pickle.dumps(np.array([touch(sandbox)], dtype=object)),
-    "a gigabyte": saved_by_torch(lambda sandbox: {"w": Runs(bytearray, 10**12)}),
+    "a gigabyte": saved_by_torch(lambda sandbox: {"w": Call(bytearray, 10**12)}),
     "no dictionary": saved_by_torch(lambda sandbox: [torch.zeros(1)]),
     "other names": saved_by_torch(lambda sandbox: {"../../w": torch.zeros(1), "\x1b[31m": torch.zeros(1)}),
     "the text of a secret": lambda sandbox: sandbox.secret.read_bytes(),

@@ -1,4 +1,4 @@
-"""Write checkpoints with arbitrary content and correct hashes."""
+"""Write checkpoints with arbitrary content and correct hashes, and pickles that run code."""
 
 import copy
 import hashlib
@@ -15,6 +15,16 @@ Keys = tuple[Any, ...]
 
 REMOVE_KEY = object()
 """As a new value, it removes the key."""
+
+
+class Call:
+    """An object whose pickle calls a function."""
+
+    def __init__(self, *call: Any):
+        self.call = call
+
+    def __reduce__(self) -> tuple:
+        return self.call[0], self.call[1:]
 
 
 def rewrite_manifest(path: Path, **changes: Any) -> None:

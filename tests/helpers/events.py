@@ -1,7 +1,7 @@
 """Read the events in a run directory with TensorBoard."""
 
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 from unittest import mock
 
 import google_crc32c
@@ -26,37 +26,25 @@ def scalar_curves(directory: Path) -> dict[str, list[tuple[int, float]]]:
     return {tag: [(point.step, point.value) for point in read.Scalars(tag)] for tag in read.Tags()["scalars"]}
 
 
-def hparams_table(root: Path) -> tuple[list[dict[str, Any]], dict[str, bool]]:
-    experiment, groups = _hparams(root)
-    rows = [
-        {
-            "run": group.name,
-            "status": [api_pb2.Status.Name(session.status) for session in group.sessions],
-            "hparams": {name: getattr(value, value.WhichOneof("kind")) for name, value in group.hparams.items()},
-            "metrics": {metric.name.tag: (metric.training_step, metric.value) for metric in group.metric_values},
-        }
-        for group in groups
-    ]
-    return rows, {info.name: info.differs for info in experiment.hparam_infos}
-
-
-def hparams_columns(root: Path) -> tuple[dict[str, str], list[str]]:
-    """The columns of the HPARAMS tab: the type of each hyper-parameter, and the tags of the metrics."""
-    experiment, _ = _hparams(root)
-    types = {info.name: api_pb2.DataType.Name(info.type) for info in experiment.hparam_infos}
-    return types, [info.name.tag for info in experiment.metric_infos]
-
-
-def hparams_values(root: Path) -> dict[str, list[Any]]:
-    """The values that the HPARAMS tab offers to choose from, by hyper-parameter."""
-    experiment, _ = _hparams(root)
-    return {info.name: list(info.domain_discrete) for info in experiment.hparam_infos}
-
-
-def _hparams(root: Path) -> tuple[Any, Any]:
+def hparams_tab(root: Path) -> SimpleNamespace:
+    """Return what the HPARAMS tab shows: its `rows`, the tags of its `metrics`, and by the name of a hyper-parameter,
+    its type in `types` and the values to choose from in `values`."""
     multiplexer = EventMultiplexer().AddRunsFromDirectory(str(root)).Reload()
     plugin = base_plugin.TBContext(data_provider=MultiplexerDataProvider(multiplexer, str(root)))
     backend, request = backend_context.Context(plugin), context.RequestContext()
     asked = api_pb2.ListSessionGroupsRequest(start_index=0, slice_size=100, allowed_statuses=[0, 1, 2, 3])
-    groups = list_session_groups.Handler(request, backend, "", asked).run().session_groups
-    return get_experiment.Handler(request, backend, "", api_pb2.GetExperimentRequest()).run(), groups
+    experiment = get_experiment.Handler(request, backend, "", api_pb2.GetExperimentRequest()).run()
+    rows = [
+        {
+            "status": [api_pb2.Status.Name(session.status) for session in group.sessions],
+            "hparams": {name: getattr(value, value.WhichOneof("kind")) for name, value in group.hparams.items()},
+            "metrics": {metric.name.tag: (metric.training_step, metric.value) for metric in group.metric_values},
+        }
+        for group in list_session_groups.Handler(request, backend, "", asked).run().session_groups
+    ]
+    return SimpleNamespace(
+        rows=rows,
+        metrics=[info.name.tag for info in experiment.metric_infos],
+        types={info.name: api_pb2.DataType.Name(info.type) for info in experiment.hparam_infos},
+        values={info.name: list(info.domain_discrete) for info in experiment.hparam_infos},
+    )

@@ -2,7 +2,9 @@
 
 import json
 import os
+import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,25 @@ def save_and_wait(checkpoints: Checkpoints, content: Checkpoint, best_step: int 
     checkpoints.save(content, best_step)
     checkpoints.wait()
     return checkpoints.root / step_name(content.step)
+
+
+def checkpoints_of_two_ranks(directory: Path, timeout: float = 60) -> tuple[Checkpoints, Checkpoints]:
+    barrier = threading.Barrier(2)
+
+    def wait() -> None:
+        barrier.wait(60)
+
+    first, second = (Checkpoints(directory, 9, rank, 2, wait, timeout) for rank in (0, 1))
+    return first, second
+
+
+def begin_to_save(ranks: Iterable[Checkpoints], contents: Iterable[Checkpoint]) -> None:
+    """Let each rank begin to save its content, which needs a thread of its own, as they wait for each other."""
+    threads = [threading.Thread(target=rank.save, args=pair) for rank, *pair in zip(ranks, contents, strict=True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
 
 
 def save_ledger(sweep: Path, *jobs: dict[str, Any], complete: bool = False) -> Path:

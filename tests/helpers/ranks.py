@@ -12,11 +12,16 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from runner.parallel.launch import processes
-from runner.system.forkserver import METHOD, start_server
+import torch
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-TIMEOUT_SECONDS = 300.0
-"""Timeout in seconds of a call."""
+from helpers.command import TIMEOUT_SECONDS
+from helpers.compose import train_in
+from runner.parallel.launch import processes
+from runner.parallel.launch.cluster import external_rank_info
+from runner.run import build_run
+from runner.system.forkserver import METHOD, start_server
+from runner.tracking.log_file import LogFile
 
 
 class PersistentRanks:
@@ -28,8 +33,6 @@ class PersistentRanks:
         self.pipes: list[Connection] = []
 
     def start(self) -> None:
-        from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
-
         start_server(*processes.PRELOADED)
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank in range(self.count):
@@ -94,9 +97,6 @@ class ThisProcess(PersistentRanks):
         return [function(*arguments)]
 
     def train(self, config: dict[str, Any], directory: Path, change: Callable[..., Any] | None = None) -> Any:
-        from helpers.compose import train_in
-        from runner.run import build_run
-
         return train_in(directory, build_run(config), change).result
 
 
@@ -107,8 +107,6 @@ Ranks = Callable[[int], PersistentRanks]
 @contextmanager
 def connected_session(config: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
     """A context that yields the run of `config` and its session in this process, connected to the other ranks."""
-    from runner.run import build_run
-
     run = build_run(config)
     with run.parallel.launcher(run.device).connect() as process:
         yield run, run.prepare(process)
@@ -116,19 +114,12 @@ def connected_session(config: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
 
 def train_on_rank(config: dict[str, Any], directory: Path, change: Callable[..., Any] | None = None) -> Any:
     """Train a run in one of several processes, from its config to its result, as the command does."""
-    from helpers.compose import train_in
-    from runner.parallel.launch.cluster import external_rank_info
-    from runner.run import build_run
-    from runner.tracking.log_file import LogFile
-
     rank_info = external_rank_info()
     with LogFile(directory, rank_info.rank if rank_info else 0):
         return train_in(directory, build_run(config), change).result
 
 
 def _serve(pipe: Connection, variables: dict[str, str]) -> None:
-    import torch
-
     os.environ.update(variables)
     torch.set_num_threads(1)
     gc.freeze()  # a run collects garbage before its first step, which would visit torch's million objects

@@ -1,6 +1,7 @@
 """Tests of `runner.model.weights`: initial weights from files, which may come from an untrusted source."""
 
 import os
+import zipfile
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import nn
 from models.qnet import QNet, WithTarget
 from runner.config.errors import ConfigError
 from runner.model.weights import load_weights, read_weights
-from runner.storage.safe_torch_load import UnusualFileError, load_tensors
+from runner.storage.safe_torch_load import load_tensors
 
 
 @pytest.mark.parametrize("name", ["weights.pt", "weights.safetensors"])
@@ -43,7 +44,7 @@ def test_a_zip_archive_that_only_torch_recognizes_is_refused(tmp_path):
     torch.save({"a": torch.zeros(3)}, path)
     content = path.read_bytes()
     path.write_bytes(content[:-2] + (4).to_bytes(2, "little") + b"PK\5\6")
-    with pytest.raises(UnusualFileError, match="like a zip archive"):
+    with pytest.raises(zipfile.BadZipFile):
         load_tensors(path)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.checkpoint_edits import Call
 from helpers.ranks import Ranks
 from helpers.runs import assert_bitwise_equal
 
@@ -68,16 +69,12 @@ def test_a_message_restores_a_config_error(got):
     assert error.got == (repr(got) if isinstance(got, torch.nn.Module) else got)
 
 
-class Executes:
-    """Its pickle calls `os.system`."""
-
-    def __reduce__(self) -> Any:
-        return os.system, ("touch executed",)
+EXECUTES = Call(os.system, "touch executed")
 
 
 @pytest.mark.cases(
-    pickle.dumps(Executes(), 2),
-    *map(encode, ([Executes()], [object()], print, [torch.nn.Linear], Path())),
+    pickle.dumps(EXECUTES, 2),
+    *map(encode, ([EXECUTES], [object()], print, [torch.nn.Linear], Path())),
     b"",
     b"{}",
     ids=range(8),

@@ -14,7 +14,7 @@ import pytest
 import torch
 from helpers.command import TIMEOUT_SECONDS
 from helpers.compose import TINY_CPU, compose_config
-from helpers.handmade_runs import save_and_wait
+from helpers.handmade_runs import begin_to_save, checkpoints_of_two_ranks, save_and_wait
 from helpers.programs import interrupt_while_a_disk_hangs
 from helpers.runs import assert_bitwise_equal
 
@@ -176,24 +176,6 @@ def test_a_checkpoint_is_completed_after_the_training_failed(trained, tmp_path, 
     assert saved_steps(tmp_path / "run" / "checkpoints") == [4]
 
 
-def two_ranks(directory: Path, timeout: float = 60) -> tuple[Checkpoints, Checkpoints]:
-    barrier = threading.Barrier(2)
-
-    def wait() -> None:
-        barrier.wait(60)
-
-    first, second = (Checkpoints(directory, 9, rank, 2, wait, timeout) for rank in (0, 1))
-    return first, second
-
-
-def save_on_both(ranks: tuple[Checkpoints, Checkpoints], step: int) -> None:
-    threads = [threading.Thread(target=rank.save, args=(content(step),)) for rank in ranks]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-
-
 def hold_rank_1(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Block the thread of rank 1 until the returned event is set."""
     write, opened = Checkpoints._write, threading.Event()
@@ -207,8 +189,8 @@ def hold_rank_1(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
 
 def test_rank_0_commits_when_the_files_of_all_ranks_are_complete(tmp_path, monkeypatch):
-    opened, ranks = hold_rank_1(monkeypatch), two_ranks(tmp_path)
-    save_on_both(ranks, 3)
+    opened, ranks = hold_rank_1(monkeypatch), checkpoints_of_two_ranks(tmp_path)
+    begin_to_save(ranks, [content(3)] * 2)
     part = ranks[0].root / "tmp.step_00000003"
     while not (part / "config.yaml").exists() and not (part / "state.pt").exists():
         time.sleep(0.01)
@@ -223,8 +205,8 @@ def test_rank_0_commits_when_the_files_of_all_ranks_are_complete(tmp_path, monke
 
 
 def test_a_rank_that_does_not_write_its_file_is_named(tmp_path, monkeypatch):
-    opened, ranks = hold_rank_1(monkeypatch), two_ranks(tmp_path, timeout=0.2)
-    save_on_both(ranks, 3)
+    opened, ranks = hold_rank_1(monkeypatch), checkpoints_of_two_ranks(tmp_path, timeout=0.2)
+    begin_to_save(ranks, [content(3)] * 2)
     with pytest.raises(StorageError, match=r"rank 1 has not written its file .*parallel\.timeout"):
         ranks[0].wait()
     assert saved_steps(ranks[0].root) == []
@@ -232,8 +214,8 @@ def test_a_rank_that_does_not_write_its_file_is_named(tmp_path, monkeypatch):
 
 
 def test_after_an_error_rank_0_does_not_wait_for_ranks_that_may_be_gone(tmp_path, monkeypatch):
-    opened, ranks = hold_rank_1(monkeypatch), two_ranks(tmp_path)
-    save_on_both(ranks, 3)
+    opened, ranks = hold_rank_1(monkeypatch), checkpoints_of_two_ranks(tmp_path)
+    begin_to_save(ranks, [content(3)] * 2)
     since = time.monotonic()
     ranks[0].finish_after_error()
     assert time.monotonic() - since < 50, "not the timeout"
@@ -253,8 +235,8 @@ def test_a_rank_with_a_full_disk_deletes_only_its_own_file(tmp_path, monkeypatch
         save(value, path)
 
     monkeypatch.setattr(runner.storage.checkpoints, "_save", full)
-    ranks = two_ranks(tmp_path, timeout=1)
-    save_on_both(ranks, 3)
+    ranks = checkpoints_of_two_ranks(tmp_path, timeout=1)
+    begin_to_save(ranks, [content(3)] * 2)
     with pytest.raises(StorageError, match="No space left on device"):
         ranks[1].wait()
     assert not list(tmp_path.rglob("rank_1*"))

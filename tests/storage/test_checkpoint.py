@@ -290,7 +290,6 @@ def test_a_checkpoint_is_readable_without_this_project(trained):
     assert hashes.keys() == {"model.safetensors", "state.pt", "rank_0.pt", "config.yaml", "model.json"}
     assert manifest["files"] == hashes
     assert (manifest["schema"], manifest["step"], manifest["world_size"]) == (2, 2, 1)
-    assert manifest["config_hash"] == run.result.config_hash
 
 
 def test_a_failed_write_leaves_the_earlier_checkpoints(two, monkeypatch):

@@ -1,12 +1,11 @@
 """Tests of parts of checkpoints, which later checkpoints share by hard links: crashes, retention, damage, and ranks."""
 
 import os
-import threading
 from unittest import mock
 
 import pytest
 import torch
-from helpers.handmade_runs import save_and_wait
+from helpers.handmade_runs import begin_to_save, checkpoints_of_two_ranks, save_and_wait
 from helpers.power_loss import DiskRecorder, possible_states, write_state
 
 from runner.storage.checkpoint import Checkpoint, Part, load
@@ -109,19 +108,11 @@ def test_the_training_does_not_wait_for_parts_that_cannot_be_written(tmp_path):
 
 
 def test_each_rank_has_its_own_parts(tmp_path):
-    barrier = threading.Barrier(2)
-    ranks = [Checkpoints(tmp_path, 1, rank, 2, lambda: barrier.wait(60) and None) for rank in range(2)]
-
-    def run(rank: int) -> None:
-        for step, names in ((1, "ab"), (2, "abc")):
-            save_and_wait(ranks[rank], checkpoint(step, names if rank == 0 else names.upper()))
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    for rank in range(2):
+    ranks = checkpoints_of_two_ranks(tmp_path)
+    for step, names in ((1, "ab"), (2, "abc")):
+        begin_to_save(ranks, [checkpoint(step, names), checkpoint(step, names.upper())])
+    for rank, names in enumerate(("abc", "ABC")):
+        ranks[rank].wait()
         found = load(tmp_path / "checkpoints/step_00000002", rank)
-        assert "".join(found.part_files) == ("abc" if rank == 0 else "ABC")
+        assert "".join(found.part_files) == names
         assert_whole(found)

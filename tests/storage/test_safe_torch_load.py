@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.checkpoint_edits import Call
 
-from runner.storage.safe_torch_load import UnusualFileError, load_tensors
+from runner.storage.safe_torch_load import load_tensors
+from runner.storage.value_checks import UnexpectedContentError
 
 NUMEL = b"K\x04tq\x07Q"
 """The end of the pickle's description of a storage of four elements."""
@@ -44,7 +46,7 @@ def test_a_compressed_archive_is_refused(tmp_path):
     torch.save({"a": torch.zeros(1_000_000)}, tmp_path / "large.pt")
     rewritten(tmp_path / "large.pt", tmp_path / "bomb.pt", lambda _, data: data, zipfile.ZIP_DEFLATED)
     assert (tmp_path / "bomb.pt").stat().st_size < 100_000
-    with pytest.raises(UnusualFileError, match="compressed"):
+    with pytest.raises(UnexpectedContentError, match="compressed"):
         load_tensors(tmp_path / "bomb.pt")
 
 
@@ -59,7 +61,7 @@ def test_entries_that_share_their_bytes_are_refused(plain, monkeypatch):
         return entries
 
     monkeypatch.setattr(zipfile.ZipFile, "infolist", overlapping)
-    with pytest.raises(UnusualFileError, match="larger"):
+    with pytest.raises(UnexpectedContentError, match="larger"):
         load_tensors(plain)
 
 
@@ -70,7 +72,7 @@ def test_a_storage_cannot_claim_other_sizes_than_it_has(plain, tmp_path, claim):
     assert claim + NUMEL[2:] in forged.read_bytes()
     try:
         loaded = load_tensors(forged)["a"]
-    except (RuntimeError, ValueError, UnusualFileError):
+    except (RuntimeError, ValueError, UnexpectedContentError):
         return
     assert loaded.tolist() == [0, 1, 2, 3], "no more than there is"
 
@@ -85,7 +87,7 @@ def test_a_pickle_that_names_other_functions_is_refused(plain, tmp_path, name):
                 is_pickle = info.filename.endswith("data.pkl")
                 new_name = info.filename.replace("data.pkl", entry)
                 out.writestr(new_name, bomb if is_pickle else archive.read(info))
-        with pytest.raises((UnusualFileError, pickle.UnpicklingError), match=name.partition("\n")[2]):
+        with pytest.raises((UnexpectedContentError, pickle.UnpicklingError), match=name.partition("\n")[2]):
             load_tensors(forged)
 
 
@@ -93,16 +95,6 @@ def test_a_bare_pickle_is_refused(tmp_path):
     (tmp_path / "file.pt").write_bytes(pickle.dumps(Path("x"), protocol=2))
     with pytest.raises(pickle.UnpicklingError):
         load_tensors(tmp_path / "file.pt")
-
-
-class Call:
-    """An object that becomes the result of a call when it is unpickled."""
-
-    def __init__(self, *call: Any):
-        self.call = call
-
-    def __reduce__(self) -> tuple:
-        return self.call[0], self.call[1:]
 
 
 HUGE: dict[str, Any] = {
@@ -122,7 +114,7 @@ HUGE: dict[str, Any] = {
 @pytest.mark.parametrize("kind", HUGE)
 def test_a_tensor_that_is_larger_than_the_file_is_refused(tmp_path, kind, is_zip):
     torch.save({"a": torch.zeros(2), "b": HUGE[kind]}, tmp_path / "file.pt", _use_new_zipfile_serialization=is_zip)
-    with pytest.raises(UnusualFileError, match="without its values"):
+    with pytest.raises(UnexpectedContentError, match="without its values"):
         load_tensors(tmp_path / "file.pt")
 
 
@@ -130,7 +122,7 @@ def test_a_tensor_that_is_larger_than_the_file_is_refused(tmp_path, kind, is_zip
 @pytest.mark.parametrize("is_zip", [True, False])
 def test_harmful_functions_that_torch_load_allows_are_refused(tmp_path, call, is_zip):
     torch.save({"a": torch.zeros(2), "b": call}, tmp_path / "file.pt", _use_new_zipfile_serialization=is_zip)
-    with pytest.raises(UnusualFileError, match=call.call[0].__name__[-12:]):
+    with pytest.raises(UnexpectedContentError, match=call.call[0].__name__[-12:]):
         load_tensors(tmp_path / "file.pt")
 
 
@@ -141,5 +133,5 @@ def test_a_small_file_with_many_nested_values_is_refused(tmp_path, depth, width,
     for _ in range(depth):
         value = [value] * width
     torch.save({"a": torch.zeros(2), "b": value}, tmp_path / "file.pt")
-    with pytest.raises(UnusualFileError, match="nested"):
+    with pytest.raises(UnexpectedContentError, match="nested"):
         load_tensors(tmp_path / "file.pt")

@@ -113,34 +113,23 @@ def test_without_proc_the_peak_is_that_of_getrusage(tmp_path, monkeypatch, platf
     assert memory.usage(CPU)["memory/peak"] == pytest.approx(peak)
 
 
-def test_host_memory_is_in_bytes_and_a_limit_above_the_total_is_none(machine):
-    group = machine / "cgroup" / "outer"
-    (group / "inner" / "memory.max").write_text("max\n")
-    for limit, found in ((None, None), (2048, 2048), (1_024_000, None)):
-        if limit:
-            (group / "memory.max").write_text(f"{limit}\n")
-        available = min(409_600, limit or 409_600)
-        assert memory.host_memory() == {
-            "total_bytes": 1_024_000, "available_bytes": available, "limit_bytes": found
-        }  # fmt: skip
+GROUP = {"memory.max": "5000", "memory.current": "1300"}
+GROUP["memory.stat"] = "anon 300\nfile 900\ninactive_file 200\nactive_file 100\nslab 50"  # 300 of it are cached files
 
 
-def test_what_the_control_group_uses_is_not_available(machine):
-    """The group has 5,000 bytes, of which it uses 1,300; 300 of these are cached files. Its parent has 4,500 left."""
-    groups = machine / "cgroup"
-    inner, outer = groups / "outer" / "inner", groups / "outer"
-    (inner / "memory.max").write_text("5000\n")
-    (inner / "memory.current").write_text("1300\n")
-    (inner / "memory.stat").write_text("anon 300\nfile 900\ninactive_file 200\nactive_file 100\nslab 50\n")
-    (outer / "memory.max").write_text("20000\n")
-    (outer / "memory.current").write_text("15500\n")
-    (outer / "memory.stat").write_text("anon 15500\n")
-    (groups / "memory.stat").write_text("anon 99\n")  # of the root, which has no limit
-    assert memory.host_memory() == {"total_bytes": 1_024_000, "available_bytes": 4000, "limit_bytes": 5000}
-    (outer / "memory.current").write_text("17500\n")
-    assert memory.host_memory()["available_bytes"] == 2500
-    (outer / "memory.current").write_text("21000\n")
-    assert memory.host_memory()["available_bytes"] == 0
+@pytest.mark.cases(
+    ({"outer/inner/memory.max": "max"}, 409_600, None),
+    ({"outer/memory.max": "2048"}, 2048, 2048),
+    ({"outer/memory.max": "1024000"}, 409_600, None),  # no more than the machine has
+    ({f"outer/inner/{name}": text for name, text in GROUP.items()}, 4000, 5000),
+    ({f"outer/inner/{name}": text for name, text in GROUP.items()} | {"memory.stat": "anon 99"}, 4000, 5000),
+    ({"outer/inner/memory.max": "5000", "outer/memory.max": "20000", "outer/memory.current": "17500"}, 2500, 5000),
+    ({"outer/inner/memory.max": "5000", "outer/memory.max": "20000", "outer/memory.current": "21000"}, 0, 5000),
+)
+def test_the_memory_of_the_machine_is_what_its_control_groups_leave(files, available, limit, machine):
+    for name, text in files.items():
+        (machine / "cgroup" / name).write_text(f"{text}\n")
+    assert memory.host_memory() == {"total_bytes": 1_024_000, "available_bytes": available, "limit_bytes": limit}
 
 
 @pytest.mark.skipif(memory._glibc() is None, reason="the C library is not glibc")

@@ -4,7 +4,7 @@ import datetime
 import errno
 import multiprocessing
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,58 +14,35 @@ from helpers.programs import lose_peer
 from runner.parallel.launch.supervisor import RankError
 from runner.system import torch_errors
 
-
-def error_of(call: Callable[[], object]) -> Exception:
-    with pytest.raises(Exception) as raised:  # whatever torch raises
-        call()
-    return raised.value
-
-
-def one_value_per_channel() -> None:
-    torch.nn.BatchNorm1d(3)(torch.ones(1, 3))
-
-
-def absent_peer() -> None:
-    wait = datetime.timedelta(seconds=0.1)
-    torch.distributed.TCPStore("127.0.0.1", 0, 2, is_master=True, timeout=wait)  # pyright: ignore
-
-
-def put() -> None:
-    torch.zeros(3).put_(torch.tensor([0]), torch.tensor([1.0]))
-
-
-def wrong_shapes() -> None:
-    torch.ones(2, 3) @ torch.ones(2, 3)
-
-
-@pytest.fixture
-def deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-def too_large() -> None:
-    torch.empty(2**60)
-
-
-RECOGNIZED: dict[Callable[[], object], Callable[[BaseException], object] | None] = {
-    put: torch_errors.nondeterministic_operation,
-    one_value_per_channel: torch_errors.is_single_value_batch_norm,
-    absent_peer: torch_errors.is_lost_peer,
-    too_large: torch_errors.is_out_of_memory,
-    wrong_shapes: None,
+STORE = {"is_master": True, "timeout": datetime.timedelta(seconds=0.1)}
+RECOGNIZED: dict[str, tuple[Callable[[], object], Callable[[BaseException], object] | None]] = {
+    "no deterministic form": (
+        lambda: torch.zeros(3).put_(torch.tensor([0]), torch.tensor([1.0])),
+        torch_errors.nondeterministic_operation,
+    ),
+    "one value per channel": (
+        lambda: torch.nn.BatchNorm1d(3)(torch.ones(1, 3)),
+        torch_errors.is_single_value_batch_norm,
+    ),
+    "absent peer": (lambda: torch.distributed.TCPStore("127.0.0.1", 0, 2, **STORE), torch_errors.is_lost_peer),
+    "too large": (lambda: torch.empty(2**60), torch_errors.is_out_of_memory),
+    "wrong shapes": (lambda: torch.ones(2, 3) @ torch.ones(2, 3), None),
 }
 
 
-@pytest.mark.usefixtures("deterministic")
-@pytest.mark.parametrize("call", RECOGNIZED, ids=lambda call: call.__name__)
-def test_each_error_is_recognized_by_its_function_alone(call):
-    error = error_of(call)
-    recognize = RECOGNIZED[call]
-    assert [each for each in RECOGNIZED.values() if each and each(error)] == ([recognize] if recognize else [])
-    if call is put:
-        sentence = torch_errors.nondeterministic_operation(error)
+@pytest.mark.parametrize("name", RECOGNIZED)
+def test_each_error_is_recognized_by_its_function_alone(name):
+    call, recognize = RECOGNIZED[name]
+    torch.use_deterministic_algorithms(True)
+    try:
+        with pytest.raises(Exception) as raised:  # whatever torch raises
+            call()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    found = [each for _, each in RECOGNIZED.values() if each and each(raised.value)]
+    assert found == ([recognize] if recognize else [])
+    if recognize is torch_errors.nondeterministic_operation:
+        sentence = torch_errors.nondeterministic_operation(raised.value)
         assert "put_" in sentence
         assert "\n" not in sentence
         assert "turn off" not in sentence, "torch's advice is not ours"
