@@ -69,7 +69,7 @@ class CompiledStep:
             if self._accumulates and micro is step.micro_batches[0]:
                 for gradient in self._gradients.values():
                     gradient.zero_()
-            with timer.section("step"), run.parallel.measured(state.model, micro), self._settings():
+            with timer.section("step"), run.parallel.measured(micro), self._settings():
                 if micro.is_last:
                     run.schedule.set_lr(state.optimizer, step.number - 1, session.num_steps)
                     sums, norm = self._train(batch, micro.weight)

@@ -222,7 +222,7 @@ def train_step(state: State, batches: Iterator[Any], step: Step, log_due: bool) 
     for micro in step.micro_batches:
         with timer.section("data"):
             batch = next(batches)
-        with run.parallel.measured(model, micro):
+        with run.parallel.measured(micro):
             sums = run.parallel.accumulate(model, batch, micro, log_due)
         state.metric_buffer.add(sums)
     state.metric_buffer.end_step(min(step.local, step.number))  # in the last round, `local` may be beyond the end

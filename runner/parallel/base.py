@@ -83,7 +83,7 @@ class Parallel:
         compile_in_place(model, session.compile)
         return model
 
-    def measured(self, model: torch.nn.Module, micro: MicroBatch) -> AbstractContextManager:
+    def measured(self, micro: MicroBatch) -> AbstractContextManager:
         """Return a context for the forward and the backward pass of `micro`, in which the mode may measure the step."""
         return nullcontext()
 

@@ -37,23 +37,6 @@ def decode(message: bytes) -> Any:
         raise ValueError("a message from another rank has other values than plain ones, tensors and dtypes") from error
 
 
-def error_as_plain(error: Exception | None) -> tuple | str | None:
-    """Return `error` as a value that `encode` takes; `error_from_plain` restores it, but for the type of a failure."""
-    if not isinstance(error, ConfigError):
-        return error and f"{type(error).__name__}: {error}"
-    got = () if error.got is ABSENT else error.got
-    plain = isinstance(got, bool | int | float | str | list | tuple | None)
-    return error.key, got if plain else repr(got), error.why, error.remedy  # it is only displayed
-
-
-def error_from_plain(sent: tuple | str, rank: int) -> ConfigError | LostError:
-    """Return the error of `rank` that `error_as_plain` has made plain."""
-    if isinstance(sent, str):
-        return LostError(f"rank {rank} failed: {sent}")
-    key, got, why, remedy = sent
-    return ConfigError(key, ABSENT if got == () else got, why, remedy)
-
-
 class Collectives:
     """One process, and its collectives. In this class, which no other process is connected to, they are no-ops.
 
@@ -154,14 +137,23 @@ class ProcessGroup(Collectives):
         return cast(T, self.all_gather(self.on_all_ranks(lambda: make() if self.rank == 0 else None))[0])
 
     def on_all_ranks(self, make: Callable[[], T]) -> T:
-        result, error = None, None
+        result, error, sent = None, None, None
         try:
             result = make()
-        except Exception as raised:  # the other ranks wait
-            error = raised
-        for rank, sent in enumerate(self.all_gather(error_as_plain(error))):
-            if sent is not None:
-                raise error_from_plain(sent, rank) if rank != self.rank or error is None else error
+        except ConfigError as refusal:
+            error, got = refusal, () if refusal.got is ABSENT else refusal.got
+            plain = isinstance(got, bool | int | float | str | list | tuple | None)
+            sent = refusal.key, got if plain else repr(got), refusal.why, refusal.remedy  # it is only displayed
+        except Exception as failure:  # the other ranks wait
+            error, sent = failure, f"{type(failure).__name__}: {failure}"
+        for rank, received in enumerate(self.all_gather(sent)):
+            if rank == self.rank and error is not None:
+                raise error
+            if isinstance(received, str):
+                raise LostError(f"rank {rank} failed: {received}")
+            if received is not None:
+                key, got, why, remedy = received
+                raise ConfigError(key, ABSENT if got == () else got, why, remedy)
         return cast(T, result)
 
     def all_gather(self, value: Any) -> list[Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -65,18 +64,15 @@ class DDP(MultiProcess):
         if session.compile:
             torch_private.split_compiled_ddp(not self.sync_batch_norm and self.bucket_mb >= 1)
         model = super()._place(model, session)
-        wrap: Any = torch.nn.parallel.DistributedDataParallel
-        options = inspect.signature(wrap).parameters
-        broadcast = "forward_sync_buffers" if "forward_sync_buffers" in options else "broadcast_buffers"  # by version
-        replica = wrap(
+        replica = torch.nn.parallel.DistributedDataParallel(
             model,
             device_ids=[device.index] if device.type != "cpu" else None,
             bucket_cap_mb=self.bucket_mb,
             find_unused_parameters=self.find_unused,
             gradient_as_bucket_view=self.gradients_as_views,
             static_graph=self.static_graph,
-            **{broadcast: False},
         )
+        replica.broadcast_buffers = False  # the argument has another name since torch 2.14
         if self.compression != "none":
             replica.register_comm_hook(*self._hook())
         self._replica = replica

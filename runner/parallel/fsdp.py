@@ -103,8 +103,6 @@ class FSDP(MultiProcess):
 
 
 def _blocks_without_tied_weights(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Return the blocks of `model` that share no parameter with another part of the model."""
-
     def num_names(module: torch.nn.Module) -> dict[torch.nn.Parameter, int]:
         return Counter(parameter for _, parameter in module.named_parameters(remove_duplicate=False))
 

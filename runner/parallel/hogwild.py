@@ -13,7 +13,6 @@ import torch
 from runner.batching import MicroBatch, Plan
 from runner.config.errors import ConfigError, errors_under
 from runner.device import Device
-from runner.optimizer import trainable
 from runner.parallel import full_state
 from runner.parallel.collectives import ProcessGroup
 from runner.parallel.full_state import TensorDict
@@ -25,7 +24,6 @@ from runner.storage.value_checks import check_like
 
 _CACHE_LINE = 64  # bytes; each tensor starts on a new cache line, so that neighboring tensors never share one
 _MAX_LEAD = 4  # updates by which a worker may be ahead of another, so that all can stop after the same number
-_MEASURE_EVERY = 16  # steps between two measurements of how far others move the model, each of which copies the model
 
 
 class SharedState(NamedTuple):
@@ -107,9 +105,8 @@ class Hogwild(MultiProcess):
     def _place(self, model: torch.nn.Module, session: Session) -> torch.nn.Module:
         assert isinstance(session.collectives, SharedMemoryCollectives)
         self._updates = session.collectives.updates
-        # at the start of a step: updates by all workers, and copies of the weights if the distance is measured
-        self._step_start: tuple[int, list[torch.Tensor]] | None = None
-        self._staleness = [0.0] * 4  # updates by others, steps; sum and number of distances
+        self._updates_before: int | None = None  # those of all workers, at the start of a step
+        self._staleness = [0, 0]  # updates by others during the steps of this worker, and the number of its steps
         model = super()._place(model, session)
         start = 0
         for tensor in _tensors(model):  # all workers have initialized the same model, and write the same values
@@ -120,37 +117,24 @@ class Hogwild(MultiProcess):
         return model
 
     @contextmanager
-    def measured(self, model: torch.nn.Module, micro: MicroBatch) -> Iterator[None]:
-        rank, staleness = self._session.rank, self._staleness
-        if self._step_start is None:
-            measured = self._session.world_size > 1 and self._updates[rank] % _MEASURE_EVERY == 0
-            weights = [p.detach().clone() for p in trainable(model)] if measured else []
-            self._step_start = int(self._updates.sum()), weights
+    def measured(self, micro: MicroBatch) -> Iterator[None]:
+        if self._updates_before is None:
+            self._updates_before = int(self._updates.sum())
         yield
         if micro.is_last:
-            updates, weights = self._step_start
-            staleness[0] += int(self._updates.sum()) - updates
-            staleness[1] += 1
-            if weights:  # how far the others have moved the model during this step
-                moved = [p.detach() - before for p, before in zip(trainable(model), weights, strict=True)]
-                staleness[2] += float(torch.nn.utils.get_total_norm(moved) / torch.nn.utils.get_total_norm(weights))
-                staleness[3] += 1
-            self._step_start = None
-            self._updates[rank] += 1
+            self._staleness[0] += int(self._updates.sum()) - self._updates_before
+            self._staleness[1] += 1
+            self._updates_before = None
+            self._updates[self._session.rank] += 1
 
     def synchronize(self, model: torch.nn.Module) -> None:
         self._session.collectives.barrier()  # all updates are written
 
     def scalars(self) -> dict[str, float]:
-        staleness = torch.tensor(self._staleness, dtype=torch.float64)
-        total = self._session.collectives.all_reduce({"staleness": staleness})["staleness"]
-        self._staleness = [0.0] * 4
-        updates, steps, distance, measured = total.tolist()
-        return {
-            "hogwild/updates": steps,
-            "hogwild/staleness": updates / max(1.0, steps),
-            "hogwild/distance": distance / max(1.0, measured),
-        }
+        total = self._session.collectives.all_reduce({"staleness": torch.tensor(self._staleness)})["staleness"]
+        self._staleness = [0, 0]
+        updates, steps = total.tolist()
+        return {"hogwild/updates": steps, "hogwild/staleness": updates / max(1, steps)}
 
     def load_full_state(
         self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, tensors: TensorDict, states: dict[str, Any]
@@ -160,13 +144,13 @@ class Hogwild(MultiProcess):
 
     def local_state(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         optimizer_state = full_state.collect(model, optimizer, keep=True)[1]
-        return {"moments": optimizer_state, "staleness": torch.tensor(self._staleness, dtype=torch.float64)}
+        return {"moments": optimizer_state, "window": torch.tensor(self._staleness)}
 
     def load_local_state(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-        if "staleness" in state:
-            check_like(state, {"moments": dict, "staleness": torch.zeros(4, dtype=torch.float64)}, "worker")
+        if "window" in state:
+            check_like(state, {"moments": dict, "window": torch.zeros(2, dtype=torch.int64)}, "worker")
             full_state.load_optimizer(model, optimizer, state["moments"])
-            self._staleness = state["staleness"].tolist()
+            self._staleness = state["window"].tolist()
 
 
 def _tensors(model: torch.nn.Module) -> list[torch.Tensor]:

@@ -140,7 +140,12 @@ class Pipeline(Partition, MultiProcess):
         if self.batch_norm == "defer":
             batch_norm.defer(model)
 
-        sent = session.collectives.from_rank_0(lambda: self._profiles(model, session))
+        def profiles_as_tuples() -> list[tuple]:
+            inputs = first_inputs(model, session, session.plan.chunk_size)
+            profiles = profile_blocks(model, inputs, session, timed=self.cuts == "auto")
+            return [("inputs", 0.0, tuple(inputs.shape[1:]), inputs.dtype), *map(tuple, profiles)]
+
+        sent = session.collectives.from_rank_0(profiles_as_tuples)  # by one process, as measured times differ
         inputs, *profiles = (BlockProfile(*each) for each in sent)
         stages = self.cut(model, profiles, count)
         size = session.plan.chunk_size
@@ -183,12 +188,6 @@ class Pipeline(Partition, MultiProcess):
         # The scaler allocates its scale on first use, but only the process of the last stage has a loss to scale.
         session.precision.scaled(torch.zeros((), device=session.device))
         return model
-
-    def _profiles(self, model: torch.nn.Module, session: Session) -> list[tuple]:
-        """Return the profiles of the inputs and of the blocks as plain tuples, to be sent to the others."""
-        inputs = first_inputs(model, session, session.plan.chunk_size)
-        profiles = profile_blocks(model, inputs, session, timed=self.cuts == "auto")
-        return [("inputs", 0.0, tuple(inputs.shape[1:]), inputs.dtype), *map(tuple, profiles)]
 
     def accumulate(self, model: torch.nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> torch.Tensor:
         session, workload, precision = self._session, supervised(self._session.workload), self._session.precision

@@ -31,20 +31,16 @@ class RankInfo(NamedTuple):
 
 def external_rank_info() -> RankInfo | None:
     """Return the rank of this process if torchrun, or `srun` with several tasks, started it; None otherwise."""
-    return _torchrun() or _slurm()
+    if any(name not in os.environ for name in _TORCHRUN):
+        return _slurm()
+    rank, world_size, local_rank, local_world_size, host, port = (os.environ[name] for name in _TORCHRUN)
+    return RankInfo(int(rank), int(world_size), int(local_rank), int(local_world_size), host, int(port))
 
 
 def external_world_size() -> int:
     """Return the number of processes that torchrun or `srun` started together; 1 without them."""
     rank_info = external_rank_info()
     return rank_info.world_size if rank_info else 1
-
-
-def _torchrun() -> RankInfo | None:
-    if any(name not in os.environ for name in _TORCHRUN):
-        return None
-    rank, world_size, local_rank, local_world_size, host, port = (os.environ[name] for name in _TORCHRUN)
-    return RankInfo(int(rank), int(world_size), int(local_rank), int(local_world_size), host, int(port))
 
 
 def _slurm() -> RankInfo | None:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import socket
-import stat
 from contextlib import suppress
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+import psutil
 import torch
 
 from runner.parallel.launch.cluster import RankInfo, interface_to
@@ -59,7 +58,7 @@ def init_process_group(rank_info: RankInfo, kind: str, timeout: float, external:
         from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
         store = TCPStore(rank_info.host, rank_info.port, timeout=limit)
-    before = _open_sockets()
+    before = _connections()
     torch.distributed.init_process_group(
         # Without `device_id`, NCCL connects in the first collective: when all ranks have agreed on their devices.
         "gloo" if kind == "cpu" else f"cpu:gloo,{kind}:{torch.distributed.get_default_backend_for_device(kind)}",
@@ -68,25 +67,14 @@ def init_process_group(rank_info: RankInfo, kind: str, timeout: float, external:
         world_size=rank_info.world_size,
         timeout=limit if external or kind != "cpu" else _LONG,
     )
-    _gloo_sockets[:] = _open_sockets() - before
-
-
-def record_collectives(directory: Path) -> None:
-    """Let NCCL write the last collectives of this rank to `directory`/nccl_rank_N if one of them times out.
-
-    This is torch's flight recorder, for which the environment variables of a user are kept.
-    https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html
-    """
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
-    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
-    os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(directory / "nccl_rank_"))
+    _gloo_connections[:] = _connections() - before
 
 
 def destroy_process_group() -> None:
     """Destroy the process group, if there is one; if other ranks still use it, call `abort_process_group` instead."""
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
-        _gloo_sockets.clear()  # their descriptors may be used again, for other connections
+        _gloo_connections.clear()  # their descriptors may be used again, for other connections
 
 
 def abort_process_group() -> None:
@@ -99,14 +87,13 @@ def abort_process_group() -> None:
     fail_collectives()
     if torch.distributed.is_initialized():
         torch_private.abort_process_group()
-        _gloo_sockets.clear()
+        _gloo_connections.clear()
 
 
 def fail_collectives() -> None:
     """Shut down gloo's connections, so that waiting collectives fail, on this rank and on other ranks."""
-    for descriptor in _gloo_sockets:
+    for descriptor in _gloo_connections:
         with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
-            connection.getpeername()  # raises for the listening socket: gloo would crash if it were shut down
             connection.shutdown(socket.SHUT_RDWR)
 
 
@@ -123,19 +110,17 @@ def progress() -> int:
 _progress = 0
 """1 once this rank joins the other ranks on a CPU; 0 before, and always 0 on GPUs."""
 
-_gloo_sockets: list[int] = []
-"""The file descriptors of the sockets that `init_process_group` has opened."""
+_gloo_connections: list[int] = []
+"""The file descriptors of the connections that `init_process_group` has opened."""
 
 
-def _open_sockets() -> set[int]:
-    """Return the file descriptors of the sockets of this process; none where the system does not list them."""
-    found = set()
-    with suppress(OSError):
-        for name in os.listdir("/dev/fd"):  # Linux and macOS
-            with suppress(OSError):  # the descriptor of /dev/fd itself is already closed
-                if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
-                    found.add(int(name))
-    return found
+def _connections() -> set[int]:
+    """Return the file descriptors of the TCP connections of this process, without listening sockets.
+
+    Gloo would crash if the socket in which it listens were shut down.
+    """
+    found = psutil.Process().net_connections("tcp")
+    return {each.fd for each in found if each.status == psutil.CONN_ESTABLISHED}
 
 
 def _external_store(rank_info: RankInfo, timeout: timedelta) -> Store:

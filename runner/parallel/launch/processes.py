@@ -201,8 +201,11 @@ def _run_rank(
                 for stream in (1, 2):  # only rank 0 prints to the console
                     os.dup2(file, stream)
                 os.close(file)
-            if device.type == "cuda":
-                process_group.record_collectives(directory)
+            if device.type == "cuda":  # torch's flight recorder: if a collective times out, NCCL writes the last ones
+                # https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html
+                os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
+                os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+                os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(directory / "nccl_rank_"))
             user_code.give_packed(packed)
             init_rank(rank_info, device, timeout, external=False)
             collectives = make_collectives([device], timeout, shared_state)

@@ -153,11 +153,8 @@ class Supervisor(AbstractContextManager):
             log.debug("the ranks' processes: %s", " ".join(map(str, pids)))
             self._tell(pids)
         except BaseException:
-            self.close()
+            self.__exit__()
             raise
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def wait(self, stop: StopRequest) -> list[Any]:
         """Wait for all ranks, and return their return values, in the order of the ranks.
@@ -180,7 +177,7 @@ class Supervisor(AbstractContextManager):
             process.join(GRACE_SECONDS)
         return [report.value for report in self.reports if report]
 
-    def close(self) -> None:
+    def __exit__(self, *_: object) -> None:
         self._signal(signal.SIGKILL)
         for process in self.processes:
             process.join()
