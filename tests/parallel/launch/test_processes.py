@@ -12,18 +12,21 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.run as torchrun
 from helpers import rank_functions, runs
 from helpers.command import TIMEOUT_SECONDS, Command, child_environment, processes_in, run_successfully, wait_until
 from helpers.compose import TINY_CPU, build_composed_run, compose_config, train_in
 from helpers.dry_run import run_in_this_process
 from helpers.ranks import PersistentRanks
+from torch.distributed.launcher.api import elastic_launch
 
 from runner.parallel.launch import process_group
 from runner.parallel.launch.cluster import RankInfo
 from runner.parallel.launch.process_group import create_store
-from runner.parallel.launch.processes import init_rank
+from runner.parallel.launch.processes import PRELOADED, init_rank
 from runner.parallel.launch.supervisor import Supervisor
 from runner.system import cpu
+from runner.system.forkserver import start_server
 from runner.system.signals import StopRequest
 
 SHORT = ("steps=40", "save_every=20", "log_every=20", "eval_every=20")
@@ -84,9 +87,8 @@ def test_ranks_share_the_cores_of_a_cpu_quota(monkeypatch):
 def test_the_number_of_threads_of_each_rank(asked, overrides, wanted):
     config, store = compose_config(*runs.TWO_RANK_DDP, *SHORT, *overrides), create_store()
     infos = [RankInfo(rank, 2, rank, 2, "127.0.0.1", store.port) for rank in (0, 1)]
-    with Supervisor(
-        rank_functions.report_num_threads, [(asked, config, info) for info in infos], TIMEOUT_SECONDS
-    ) as ranks:
+    arguments = [(asked, config, info) for info in infos]
+    with Supervisor(rank_functions.report_num_threads, arguments, TIMEOUT_SECONDS) as ranks:
         assert ranks.wait(StopRequest()) == [wanted] * 2
 
 
@@ -111,9 +113,8 @@ def started(tmp_path: Path, *arguments: str, variables: Any = torchrun_variables
     return [Command(tmp_path / f"host_{i}", *common, **variables(i, port)) for i in (0, 1)]
 
 
-@pytest.mark.parametrize("variables", [torchrun_variables, slurm_variables])
-def test_externally_launched_processes_train_one_run(variables, tmp_path, launched):
-    first, second = started(tmp_path, variables=variables)
+def test_two_tasks_of_slurm_train_one_run(tmp_path, launched):
+    first, second = started(tmp_path, variables=slurm_variables)
     code, console = first.wait_for_all_processes()
     assert code == 0, console
     assert "done after step 40/40" in console
@@ -126,11 +127,7 @@ REFUSALS = [  # the arguments of both ranks, further ones of rank 1, and what bo
     ([], ["optimizer.lr=0.3"], r"optimizer\.lr: .*rank 0 was started with 0\.05, rank 1 with 0\.3"),
     (["parallel=single"], [], r"parallel\.processes: got "),
     (["resume=../empty"], [], "resume: got "),
-    (
-        ["data=imagefolder", "data.root=photos", "batch_size=4"],
-        [],
-        ".*data.root: got 'photos': ",
-    ),
+    (["data=imagefolder", "data.root=photos", "batch_size=4"], [], ".*data.root: got 'photos': "),
     (["-m", "seed=0,1"], [], "-m: torchrun or SLURM has started several processes"),
 ]
 
@@ -156,10 +153,10 @@ def command_in_rank(arguments: list[str], others: list[str], directory: Path) ->
     return run_in_this_process([*common, *others * rank], directory / f"host_{rank}")
 
 
-def test_processes_that_do_not_come_are_missed_in_words(tmp_path):
-    own = torchrun_variables(0, runs.free_port())
-    command = Command(tmp_path, *TINY_CPU, "parallel=ddp", "parallel.timeout=1", f"output_root={tmp_path}/o", **own)
-    code, console = command.wait_for_all_processes()
+def test_processes_that_do_not_come_are_missed_in_words(tmp_path, monkeypatch):
+    for name, value in (torchrun_variables(0, runs.free_port()) | {"OMP_NUM_THREADS": "1"}).items():
+        monkeypatch.setenv(name, value)
+    code, console = run_in_this_process([*TINY_CPU, "parallel=ddp", "parallel.timeout=1"], tmp_path)
     assert code == 2, console
     assert console.startswith("parallel.timeout: got 1.0: of 2 processes, not all have come: ")
 
@@ -169,15 +166,15 @@ def test_a_sweep_goes_on_after_a_job_that_failed_on_one_rank(tmp_path, launched)
     config = compose_config(*runs.TWO_RANK_DDP, *SHORT)
     ranks = PersistentRanks(2)  # separate from the fixture `ranks`, because this aborts their process group
     try:
-        first, second = ranks.call_on_all(rank_functions.run_sweep_jobs, [config] * 4, tmp_path)
+        first, second = ranks.call_on_all(rank_functions.run_sweep_jobs, [config] * 3, tmp_path)
     finally:
         ranks.close()
     assert first[1] != second[1] == "only here"
     assert "gloo" in first[1]
-    assert [first[i] for i in (0, 2, 3)] == [second[i] for i in (0, 2, 3)] == ["done"] * 3
+    assert [first[i] for i in (0, 2)] == [second[i] for i in (0, 2)] == ["done"] * 2
     logged = r"rank 1 failed: ValueError: only here \(.*rank_functions\.py:\d+\)\nTraceback \(most recent call last\)"
     assert len(re.findall(logged, (tmp_path / "1/log_rank_1.txt").read_text())) == 1
-    for job in (0, 2, 3):
+    for job in (0, 2):
         runs.assert_checkpoint_bitwise_equal(tmp_path / str(job), runs.checkpoint_tensors(launched))
 
 
@@ -191,10 +188,8 @@ def test_a_killed_process_or_a_signal_to_one_ends_all(number, code, rank, tmp_pa
     assert codes[1 - rank] == code
     if number == signal.SIGTERM:
         assert codes[rank] == code
-        assert (
-            f"stopped after step {runs.checkpoint_tensors(runs.only_run(tmp_path))['step']}/100000"
-            in commands[0].console
-        )
+        step = runs.checkpoint_tensors(runs.only_run(tmp_path))["step"]
+        assert f"stopped after step {step}/100000" in commands[0].console
 
 
 def test_a_stopped_process_ends_the_others(tmp_path):
@@ -212,18 +207,38 @@ def in_background(cwd: Path, *words: str, **variables: str) -> subprocess.Popen[
     return subprocess.Popen(words, cwd=cwd, env=child_environment(**variables), **pipes)
 
 
-@pytest.mark.parametrize("nodes", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_two_processes_of_torchrun(nodes, tmp_path, launched):
-    """Started by one command, or by two commands, as on two machines."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={nodes}", f"--nproc-per-node={2 // nodes}"]
-    torchrun += ["--master-addr=127.0.0.1", f"--master-port={runs.free_port()}"]
+@pytest.fixture
+def _signal_handlers_restored() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    yield
+    for number, handler in before.items():
+        if signal.getsignal(number) != handler:
+            signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("_signal_handlers_restored")
+def test_two_processes_of_torchrun(tmp_path, launched):
+    """The agent of torchrun is this process; it starts the two that it would start as new interpreters by forks."""
+    start_server(*PRELOADED)
+    words = ["--nproc-per-node=2", "--start-method=forkserver", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
+    config, _, _ = torchrun.config_from_args(torchrun.parse_args([*words, "-m", "runner"]))
+    found = elastic_launch(config, run_in_this_process)([*TINY_CPU, "parallel=ddp", *SHORT], tmp_path)
+    assert [found[rank][0] for rank in (0, 1)] == [0, 0], found
+    assert found[0][1].count("done after step 40/40") == 1
+    assert found[1][1] == "", "rank 1 is silent"
+    runs.assert_checkpoint_bitwise_equal(runs.only_run(tmp_path), runs.checkpoint_tensors(launched))
+
+
+@pytest.mark.slow
+def test_two_commands_of_torchrun_as_on_two_machines(tmp_path, launched):
+    words = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
+    words += ["--master-addr=127.0.0.1", f"--master-port={runs.free_port()}"]
     command = ["-m", "runner", *TINY_CPU, "parallel=ddp", *SHORT]
-    words = [[*torchrun, f"--node-rank={rank}", *command] for rank in range(nodes)]
-    begun = [in_background(tmp_path, *each, PYTHONWARNINGS="") for each in words]
+    begun = [in_background(tmp_path, *words, f"--node-rank={rank}", *command, PYTHONWARNINGS="") for rank in (0, 1)]
     consoles = [process.communicate(timeout=TIMEOUT_SECONDS)[0] for process in begun]
-    assert [process.returncode for process in begun] == [0] * nodes, consoles
-    assert consoles[0].count("done after step 40/40") == 1, "rank 1 is silent"
-    assert not any("step" in console for console in consoles[1:])
+    assert [process.returncode for process in begun] == [0, 0], consoles
+    assert consoles[0].count("done after step 40/40") == 1
+    assert "step" not in consoles[1], "rank 1 is silent"
     runs.assert_checkpoint_bitwise_equal(runs.only_run(tmp_path), runs.checkpoint_tensors(launched))
 
 
