@@ -48,15 +48,11 @@ def test_shards_are_normalized_with_the_statistics_of_the_whole_batch(shape, mom
     whole = trained(norm(shape, momentum, affine), shape, 0, 1)
     config = compose_config(*TINY_CPU, "parallel=ddp", "batch_size=63")
     found = ranks(3).call_on_all(in_rank, shape, momentum, affine, config)
-    for name, merge in {"outputs": torch.cat, "inputs": torch.cat, "weights": sum_of}.items():
+    for name, merge in {"outputs": torch.cat, "inputs": torch.cat, "weights": sum}.items():
         for number, wanted in enumerate(whole[name]):
             torch.testing.assert_close(merge([each[name][number] for each in found]), wanted, rtol=1e-10, atol=1e-10)
     for each in found:
         torch.testing.assert_close(each["state"], whole["state"], rtol=1e-10, atol=1e-10)
-
-
-def sum_of(tensors: list[torch.Tensor]) -> torch.Tensor:
-    return torch.stack(tensors).sum(0)
 
 
 def in_rank(shape: tuple[int, ...], momentum: float | None, affine: bool, config: dict[str, Any]) -> Any:
@@ -127,9 +123,6 @@ def test_names_and_outputs_in_evaluation_are_unchanged(convert):
     x = images(1)
     assert torch.equal(plain.eval()(x), converted.eval()(x))
     update(converted)  # must also work without any micro-batch
-
-
-def test_a_norm_without_running_statistics_is_unchanged():
-    model = nn.Sequential(nn.BatchNorm2d(2, track_running_stats=False))
-    defer(model)
-    assert type(model[0]) is nn.BatchNorm2d
+    stateless = nn.Sequential(nn.BatchNorm2d(2, track_running_stats=False))
+    defer(stateless)
+    assert type(stateless[0]) is nn.BatchNorm2d

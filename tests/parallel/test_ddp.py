@@ -55,7 +55,8 @@ def test_batch_normalization_uses_a_shard_or_with_sync_the_whole_batch(mode, par
         assert largest_difference(weights_at(tmp_path, step), plain_batch_norm(parts, step)) <= 1e-9
     assert "each micro-batch" not in (tmp_path / "log.txt").read_text()
     if parts == 1:
-        ranks(2).train(config | {"accumulation": {**config["accumulation"], "steps": 2}, "steps": 1}, tmp_path / "two")
+        config |= {"accumulation": {**config["accumulation"], "steps": 2}, "steps": 1}
+        ranks(2).train(config, tmp_path / "two", use_narrow_resnet)
         assert "normalizes each micro-batch by itself" in (tmp_path / "two" / "log.txt").read_text()
 
 

@@ -17,21 +17,15 @@ from runner.system import torch_private
 if TYPE_CHECKING:
     from torch.distributed import Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-HOST = "127.0.0.1"
-"""The host of the store if all ranks are started on this machine."""
-
-_LONG = timedelta(days=30)
-"""The timeout of gloo if the supervisor decides when a collective has timed out."""
-
 
 def create_store() -> TCPStore:
     """Create the store through which the ranks on this machine find each other."""
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-    listener = socket.create_server((HOST, 0))
+    listener = socket.create_server(("127.0.0.1", 0))
     # By itself, the store would listen on all interfaces, and anyone who connects can write to it.
     port, descriptor = listener.getsockname()[1], listener.detach()
-    return TCPStore(HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
+    return TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
 
 
 def init_process_group(rank_info: RankInfo, kind: str, timeout: float, external: bool) -> None:
@@ -65,7 +59,7 @@ def init_process_group(rank_info: RankInfo, kind: str, timeout: float, external:
         store=store,
         rank=rank_info.rank,
         world_size=rank_info.world_size,
-        timeout=limit if external or kind != "cpu" else _LONG,
+        timeout=limit if external or kind != "cpu" else timedelta(days=30),
     )
     _gloo_connections[:] = _connections() - before
 

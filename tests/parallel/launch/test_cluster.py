@@ -34,13 +34,11 @@ def _without_launcher(monkeypatch) -> None:
             monkeypatch.delenv(name)
 
 
-def started(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]) -> RankInfo | None:
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    return external_rank_info()
-
-
 TORCHRUN_INFO, SLURM_INFO = RankInfo(5, 8, 1, 4, "gpu07", 29500), RankInfo(5, 7, 1, 3, "gpu07", 20000 + 123456 % 20000)
+
+
+def tasks(per_node: str, node: int) -> dict[str, str]:
+    return SLURM | {"SLURM_STEP_TASKS_PER_NODE": per_node, "SLURM_NODEID": str(node)}
 
 
 @pytest.mark.cases(
@@ -49,26 +47,23 @@ TORCHRUN_INFO, SLURM_INFO = RankInfo(5, 8, 1, 4, "gpu07", 29500), RankInfo(5, 7,
     # A user's shell may export a variable such as RANK without torchrun.
     *(({name: TORCHRUN[name] for name in TORCHRUN if name != missing}, None) for missing in TORCHRUN),
     (SLURM, SLURM_INFO),
+    (tasks("4(x2),3", 1), SLURM_INFO._replace(local_world_size=4)),
+    (tasks("4(x2),3", 2), SLURM_INFO),
+    (tasks("2", 0), SLURM_INFO._replace(local_world_size=2)),
+    (tasks("1(x16)", 15), SLURM_INFO._replace(local_world_size=1)),
     (SLURM | TORCHRUN, TORCHRUN_INFO),  # torchrun within srun takes precedence
     (SLURM | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "4321"}, SLURM_INFO._replace(host="10.0.0.1", port=4321)),
     # `sbatch --ntasks=7` sets SLURM_NTASKS=7 in the batch script, but runs it once: srun starts the tasks.
     ({"SLURM_JOB_ID": "1", "SLURM_NTASKS": "7", "SLURM_PROCID": "0"}, None),
     (SLURM | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, None),  # `srun --pty bash` starts a single task,
-    ids=range(13),
+    ids=range(17),
 )
 def test_the_rank_is_read_from_the_variables_of_the_launcher(variables, found, monkeypatch):
-    assert started(monkeypatch, variables) == found
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert external_rank_info() == found
     assert external_world_size() == (found.world_size if found else 1)
     assert found is None or found.variables().keys() == TORCHRUN.keys()
-
-
-@pytest.mark.parametrize(
-    ("per_node", "node", "wanted"),
-    [("4(x2),3", 1, 4), ("4(x2),3", 2, 3), ("2", 0, 2), ("1(x16)", 15, 1)],
-)
-def test_the_number_of_tasks_on_a_node(per_node, node, wanted, monkeypatch):
-    rank_info = started(monkeypatch, SLURM | {"SLURM_STEP_TASKS_PER_NODE": per_node, "SLURM_NODEID": str(node)})
-    assert rank_info.local_world_size == wanted
 
 
 @pytest.mark.cases(

@@ -18,9 +18,7 @@ from helpers.compose import build_composed_run
 
 from runner.api import run_job
 from runner.config.errors import ConfigError
-from runner.parallel.session import Session
 from runner.result import Result
-from runner.run import Run
 from runner.storage.checkpoint import load
 from runner.training import train_rank
 
@@ -55,13 +53,6 @@ def assert_crashed(command: cli.Command, rank: int, what: str) -> None:
     assert len(re.findall(r"^rank \d+ ", console, re.MULTILINE)) == 1, console
     assert "Traceback" not in console
     assert re.search(r"^crashed after step \d+/\d+", console, re.MULTILINE), console
-
-
-def resume_arguments(console: str) -> list[str]:
-    """Return the arguments of the resume command that a command has printed."""
-    typed = re.search(r"^resume: python -m runner (.*)$", console, re.MULTILINE)
-    assert typed, console
-    return shlex.split(typed[1])
 
 
 def assert_whole(run: Path) -> None:
@@ -103,7 +94,8 @@ def test_resume_after_killed_ranks_and_signals_is_bitwise_exact(tmp_path, undist
         else:
             assert_stopped(command, number.name if rank is None else "")
         assert_whole(command.single_run_directory)
-        arguments = resume_arguments(command.console)
+        [words] = re.findall(r"^resume: python -m runner (.*)$", command.console, re.MULTILINE)
+        arguments = shlex.split(words)
         before, done = done, int(runs.newest_checkpoint(command.single_run_directory).name[5:])
         assert before <= done < STEPS
         assert before < done or (number, moment) == (signal.SIGKILL, "start")
@@ -216,14 +208,11 @@ def test_a_run_goes_on_after_all_its_processes_were_suspended(mode, paused):
     command.signal_processes(signal.SIGKILL, *cli.processes_in(command.cwd))  # its ranks keep the machine busy
 
 
-Work = Callable[..., Any]
-
-
 @pytest.fixture
 def failing(tmp_path, monkeypatch) -> Callable[..., Result]:
     """Return a function of another function, called in place of `train_rank`, and of overrides, that trains."""
 
-    def run_it(work: Work, *overrides: str) -> Result:
+    def run_it(work: Callable[..., Any], *overrides: str) -> Result:
         run = build_composed_run(*LONG, "steps=30", *overrides)
         launcher = run.parallel.launcher(run.device)
         monkeypatch.setattr(run_job, "train_rank", work)
@@ -233,10 +222,6 @@ def failing(tmp_path, monkeypatch) -> Callable[..., Result]:
     return run_it
 
 
-def changed(change: Callable[[Run, Session], Any]) -> Work:
-    return partial(rank_functions.train_with_change, change)
-
-
 @pytest.mark.cases(
     (partial(rank_functions.fail_at, 0, 13, ValueError("a bad number")), 0, "ValueError: a bad number", "raise"),
     (partial(rank_functions.fail_at, 1, 2, SystemExit(3)), 1, "SystemExit: 3", "raise error"),
@@ -244,7 +229,7 @@ def changed(change: Callable[[Run, Session], Any]) -> Work:
     ids=["step", "exit", "evaluation"],
 )
 def test_the_error_of_a_rank_is_printed_once_with_its_traceback(change, rank, error, line, failing, capfd):
-    result = failing(changed(change), "save_every=5")
+    result = failing(partial(rank_functions.train_with_change, change), "save_every=5")
     assert result.status == "crashed"
     where = r" \(tests/helpers/rank_functions\.py:\d+\)"  # the last line that is not of the project or a library
     assert re.fullmatch(re.escape(f"rank {rank} failed: {error}") + where, result.error)
@@ -259,7 +244,8 @@ def test_the_error_of_a_rank_is_printed_once_with_its_traceback(change, rank, er
 @pytest.mark.parametrize(("rank", "num_bytes"), [(0, 20_000), (1, 1000)])
 def test_a_full_disk_is_explained_without_a_traceback(rank, num_bytes, failing, capfd):
     """With 20,000 bytes a file, rank 0 can write its log, but not the weights; with 1000, rank 1 not its state."""
-    result = failing(changed(partial(rank_functions.limit_file_size, rank, num_bytes)), "save_every=5")
+    change = partial(rank_functions.limit_file_size, rank, num_bytes)
+    result = failing(partial(rank_functions.train_with_change, change), "save_every=5")
     assert result.status == "crashed"
     assert result.error.startswith(f"rank {rank} failed: StorageError: ")
     assert result.error.count("make room") == 1

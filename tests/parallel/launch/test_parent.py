@@ -30,9 +30,8 @@ def test_a_killed_parent_leaves_nothing_behind(moment, tmp_path):
         command.signal_processes(signal.SIGSTOP, ranks[1])
     command.signal_processes(signal.SIGKILL)
     assert command.wait_for_all_processes()[0] == -signal.SIGKILL
-    wait_until(
-        lambda: not sockets & runs.listening_inodes(), what="left behind"
-    )  # the kernel closes them at the very end
+    # The kernel closes them at the very end.
+    wait_until(lambda: not sockets & runs.listening_inodes(), what="left behind")
 
 
 def test_a_done_run_that_is_resumed_and_killed_is_no_longer_done(tmp_path):

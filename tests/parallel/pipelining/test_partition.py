@@ -15,7 +15,6 @@ from models.convnet import ConvNet
 from models.resnet import ResNet
 from runner.config.errors import ConfigError
 from runner.model.base import without_memory
-from runner.parallel.pipelining import partition
 from runner.parallel.pipelining import partition as partitioning
 from runner.parallel.pipelining.engines import StreamEngine
 from runner.parallel.pipelining.timeline import Timeline
@@ -64,7 +63,7 @@ def test_balanced_minimizes_the_time_of_the_slowest_stage(num_stages):
     assert partitioning.balanced([9, 1, 1, 1, 1], 3) == [1, 3], "even stages among equally fast partitions"
 
 
-def test_the_checks_allocate_no_weights():
+def test_networks_with_too_few_blocks_are_refused_without_memory_for_weights():
     run = build_composed_run("model=resnet50", "data.size=8", "parallel=pipeline", "parallel.cuts=[layer2]")
     run.workload.prepare()
     assert all(parameter.is_meta for parameter in without_memory(run.workload.build_model).parameters())
@@ -72,12 +71,8 @@ def test_the_checks_allocate_no_weights():
         partitioning.Partition(stages=19).check_partition(run.workload, 19)
     assert (refusal.value.key, refusal.value.got) == ("parallel.stages", 19)
     assert refusal.value.remedy == "at most parallel.stages=18"
-
-
-def test_a_network_that_lists_no_blocks_is_refused():
-    with pytest.raises(ConfigError) as refusal:
+    with pytest.raises(ConfigError, match=r"^model: got 'Linear': .* no blocks"):
         partitioning.blocks_of(torch.nn.Linear(1, 1))
-    assert (refusal.value.key, refusal.value.got) == ("model", "Linear")
 
 
 def context(precision: Precision, channels_last: bool = False) -> Any:
@@ -107,7 +102,7 @@ class SlowNetwork(torch.nn.ModuleDict):
 @pytest.mark.parametrize("frozen", [(), ("a", "c")])
 def test_the_time_of_each_block_is_measured(frozen, monkeypatch):
     """The outputs of a frozen first block need no gradient, so there is no backward pass."""
-    monkeypatch.setattr(partition.time, "perf_counter", lambda: Slow.now)
+    monkeypatch.setattr(partitioning.time, "perf_counter", lambda: Slow.now)
     network = SlowNetwork({"a": Slow(0.01), "b": Slow(0.03), "c": Slow(0.01)})
     for name in frozen:
         network.get_submodule(name).requires_grad_(False)
@@ -174,16 +169,11 @@ def test_every_tensor_belongs_to_one_stage():
     }
 
 
-def test_shared_weights_are_refused():
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    model[1].weight = model[0].weight
-    with pytest.raises(ConfigError, match=r"stages 0 and 1 share 0\.weight"):
-        partitioning.Partition().stage_of_each_tensor(model, [[model[0]], [model[1]]])
-
-
-def test_tied_weights_within_a_stage_stay_tied():
+def test_tied_weights_within_a_stage_stay_tied_and_those_of_two_stages_are_refused():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
     model[1].weight = model[0].weight
+    with pytest.raises(ConfigError, match=r"stages 0 and 1 share 0\.weight"):
+        partitioning.Partition().stage_of_each_tensor(model, [[model[0]], [model[1], model[2]]])
     expected = model[1](model[0](torch.ones(1, 2)))
     owner = partitioning.Partition().stage_of_each_tensor(model, [[model[0], model[1]], [model[2]]])
     partitioning.keep_only(model, {name for name, number in owner.items() if number == 0})
