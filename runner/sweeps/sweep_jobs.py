@@ -70,9 +70,8 @@ class SweepJobs:
 
     def __init__(self, composer: Composer, overrides: list[str]):
         self._composer = composer
-        zips = {word: pairs for word in overrides if (pairs := parse_zip(word))}
         files = [word for word in overrides if "," in word and is_file(word)]  # Hydra would look for such options
-        self._config = composer.sweep([word for word in overrides if word not in (*zips, *files)])
+        self._config = composer.sweep([word for word in overrides if word not in files and not _ZIP.fullmatch(word)])
         with composition_errors():
             node: Any = OmegaConf.to_container(self._config, resolve=False).get("sweep")  # type: ignore[union-attr]
             params = [f"{key}={value}" for key, value in (self._config.hydra.sweeper.params or {}).items()]
@@ -81,7 +80,7 @@ class SweepJobs:
             raise ConfigError(word, ABSENT, "an option file cannot choose code", "type it")
         check(isinstance(node, dict), "sweep", node, "nothing is chosen", "choose one of the options in conf/sweep/")
         self.engine = build(node, Engine, "sweep")
-        zips |= {word: pairs for word in params if (pairs := parse_zip(word))}
+        zips = {word: pairs for word in (*params, *overrides) if (pairs := parse_zip(word))}
         parsed = composer.parse([word for word in [*params, *typed["task"], *files] if word not in zips])
         found = [*map(self._dimension, parsed), *(self._pairs(word, *pairs) for word, pairs in zips.items())]
         last = list({each.keys: each for each in found}.values())  # what is typed later counts

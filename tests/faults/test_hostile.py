@@ -42,6 +42,7 @@ class Sandbox(NamedTuple):
     """The malicious run directory or file `path`, and the directory `outside`, which must not be read or changed."""
 
     path: Path
+    cwd: Path  # the directory in which the command runs
     outside: Path
     before: dict[str, tuple]  # the `snapshot` of `outside`
     canary: Path  # a file that a payload creates if it is executed
@@ -102,14 +103,13 @@ def snapshot(root: Path) -> dict[str, tuple]:
     return found
 
 
-def assert_no_harm(sandbox: Sandbox, console: str, *written: Path) -> None:
+def assert_no_harm(sandbox: Sandbox, console: str) -> None:
     assert not sandbox.canary.exists(), "something was executed"
     assert snapshot(sandbox.outside) == sandbox.before, "something was written elsewhere"
     assert SECRET not in console
-    for root in written:
-        for file in root.rglob("*"):
-            if file.is_file() and not file.is_symlink() and file.stat().st_size < 10_000_000:
-                assert SECRET.encode() not in file.read_bytes(), file
+    for file in (*sandbox.path.rglob("*"), *sandbox.cwd.rglob("*")):
+        if file.is_file() and not file.is_symlink() and file.stat().st_size < 10_000_000:
+            assert SECRET.encode() not in file.read_bytes(), file
     assert "Traceback" not in console, console
     assert all(line.isprintable() for line in console.splitlines()), repr(console)
 
@@ -126,25 +126,20 @@ def original(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def cwd(tmp_path) -> Path:
-    (tmp_path / "cwd").mkdir()
-    return tmp_path / "cwd"
-
-
-@pytest.fixture
 def sandbox(tmp_path, monkeypatch) -> Sandbox:
     monkeypatch.setenv("MY_SECRET", SECRET)
-    path, outside = tmp_path / "theirs", tmp_path / "outside"
+    path, cwd, outside = tmp_path / "theirs", tmp_path / "cwd", tmp_path / "outside"
+    cwd.mkdir()
     secret, victim = outside / "secret.txt", outside / "folder/victim.txt"
     victim.parent.mkdir(parents=True)
     secret.write_text(f"{SECRET}\n")
     victim.write_text("mine")
     checkpoint = path / "checkpoints/step_00000002"
-    return Sandbox(path, outside, snapshot(outside), outside / "canary", secret, victim, checkpoint)
+    return Sandbox(path, cwd, outside, snapshot(outside), outside / "canary", secret, victim, checkpoint)
 
 
 def module_in_the_current_directory(sandbox: Sandbox) -> None:
-    (sandbox.path.parent / "cwd/evil.py").write_text(f"open({str(sandbox.canary)!r}, 'w')\nclass Thing: pass\n")
+    (sandbox.cwd / "evil.py").write_text(f"open({str(sandbox.canary)!r}, 'w')\nclass Thing: pass\n")
     sandbox.tracker("evil.Thing")
 
 
@@ -245,15 +240,15 @@ HARMLESS += ("result: escape codes", "a step of a thousand digits", "a step of a
 
 
 @pytest.mark.parametrize("kind", RUNS)
-def test_a_hostile_run_directory_does_no_harm(kind, original, sandbox, cwd):
+def test_a_hostile_run_directory_does_no_harm(kind, original, sandbox):
     shutil.copytree(original, sandbox.path)
     RUNS[kind](sandbox)
-    here = snapshot(cwd)
-    found = run_up_to_training(f"resume={sandbox.path}", cwd=cwd, train_one_step=True)
+    here = snapshot(sandbox.cwd)
+    found = run_up_to_training(f"resume={sandbox.path}", cwd=sandbox.cwd, train_one_step=True)
     codes = (STOPPED,) if kind in RESUMED else (0, 2, STOPPED) if kind in HARMLESS else (2,)
     assert found.code in codes, found.console
-    assert_no_harm(sandbox, found.console, sandbox.path, cwd)
-    assert snapshot(cwd) == here
+    assert_no_harm(sandbox, found.console)
+    assert snapshot(sandbox.cwd) == here
     if found.code == 2:
         assert 1 < len(found.console.splitlines()) <= 10, found.console
 
@@ -294,13 +289,13 @@ SUFFIXES += [(kind, "safetensors") for kind in ("a call", "a plain pickle", "the
 
 
 @pytest.mark.parametrize(("kind", "suffix"), SUFFIXES)
-def test_a_hostile_file_of_weights_is_refused(kind, suffix, sandbox, cwd):
+def test_a_hostile_file_of_weights_is_refused(kind, suffix, sandbox):
     path = sandbox.path.with_suffix(f".{suffix}")
     path.write_bytes(WEIGHTS[kind](sandbox))
-    code, console = run_in_this_process([*TINY_CPU, "steps=1", f"model.weights={path}"], cwd)
+    code, console = run_in_this_process([*TINY_CPU, "steps=1", f"model.weights={path}"], sandbox.cwd)
     assert code == 2, console
     assert console.startswith("model.weights: got "), console
-    assert_no_harm(sandbox, console, cwd)
+    assert_no_harm(sandbox, console)
 
 
 def test_the_payloads_work(sandbox):
@@ -347,30 +342,39 @@ def folder_of_images(root: Path) -> None:
             Image.new("RGB", (8, 8), (number * 90, index, 0)).save(root / name / f"{index}.png")
 
 
-def run_with_images(root: Path, cwd: Path, *words: str) -> tuple[int, str]:
-    data = ("data=imagefolder", f"data.root={root}", "data.size=8", "data.workers=0", "data.augment=none", "steps=2")
-    return run_in_this_process([*data, "batch_size=4", "device=cpu", "device.threads=1", "model=tiny", *words], cwd)
+def run_with_images(sandbox: Sandbox, *words: str) -> tuple[int, str]:
+    data = (
+        "data=imagefolder",
+        f"data.root={sandbox.path}",
+        "data.size=8",
+        "data.workers=0",
+        "data.augment=none",
+        "steps=2",
+    )
+    return run_in_this_process(
+        [*data, "batch_size=4", "device=cpu", "device.threads=1", "model=tiny", *words], sandbox.cwd
+    )
 
 
 @pytest.mark.parametrize("kind", IMAGES)
-def test_a_hostile_image_does_no_harm(kind, sandbox, cwd):
+def test_a_hostile_image_does_no_harm(kind, sandbox):
     folder_of_images(sandbox.path)
     (sandbox.path / "dog/2.png").unlink()
     IMAGES[kind](sandbox, sandbox.path / "dog/2.png")
-    code, console = run_with_images(sandbox.path, cwd)
+    code, console = run_with_images(sandbox)
     assert code in (1, 2) or kind == "a directory", console
     assert "2.png" in console or kind == "a directory", console
     assert "Fatal" not in console
-    assert_no_harm(sandbox, console.replace("\r", "\n"), cwd)
+    assert_no_harm(sandbox, console.replace("\r", "\n"))
 
 
-def test_hostile_images_are_skipped_if_asked_for(sandbox, cwd):
+def test_hostile_images_are_skipped_if_asked_for(sandbox):
     folder_of_images(sandbox.path)
     for number, kind in enumerate(IMAGES):
         IMAGES[kind](sandbox, sandbox.path / f"dog/hostile_{number}.png")
-    code, console = run_with_images(sandbox.path, cwd, "data.on_error=skip", "data.holdout=0.1")
+    code, console = run_with_images(sandbox, "data.on_error=skip", "data.holdout=0.1")
     assert (code, "skipped" in console) == (0, True), console
-    assert_no_harm(sandbox, console.replace("\r", "\n"), cwd)
+    assert_no_harm(sandbox, console.replace("\r", "\n"))
 
 
 CIFAR = [f"cifar-10-batches-py/{name}" for name in (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch")]
@@ -386,23 +390,23 @@ DATA_SETS: dict[str, tuple[str, list[str], Callable[[Sandbox], bytes]]] = {
 
 
 @pytest.mark.parametrize("kind", DATA_SETS)
-def test_a_hostile_data_set_is_refused(kind, sandbox, cwd):
+def test_a_hostile_data_set_is_refused(kind, sandbox):
     data, files, content = DATA_SETS[kind]
     (sandbox.path / files[0]).parent.mkdir(parents=True)
     hostile = content(sandbox)
     for name in files:
         (sandbox.path / name).write_bytes(hostile)
     words = [f"data={data}", f"data.root={sandbox.path}", "steps=1", "device=cpu"]
-    code, console = run_in_this_process(words, cwd)
+    code, console = run_in_this_process(words, sandbox.cwd)
     assert code == 2, console
     assert console.startswith("data.root: got "), console
-    assert_no_harm(sandbox, console, cwd)
+    assert_no_harm(sandbox, console)
 
 
-def test_valid_weights_at_the_same_path_are_loaded(sandbox, cwd):
+def test_valid_weights_at_the_same_path_are_loaded(sandbox):
     """Valid weights at the same path are accepted: the files above are refused because of their content."""
     model = prepare_session(build_composed_run(*TINY_CPU)).workload.build_model()
     path = sandbox.path.with_suffix(".safetensors")
     safetensors.torch.save_file(model.state_dict(), path)
-    code, console = run_in_this_process([*TINY_CPU, "steps=1", f"model.weights={path}"], cwd)
+    code, console = run_in_this_process([*TINY_CPU, "steps=1", f"model.weights={path}"], sandbox.cwd)
     assert code == 0, console

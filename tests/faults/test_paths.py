@@ -141,6 +141,6 @@ def test_a_run_moved_to_an_unusual_path_is_resumed_or_refused(kind, undisturbed,
     elif kind != "reference":  # an interpolation, of a root key
         assert code == 0, console
         assert_bitwise_equal(run_outcome(moved), undisturbed)
-        code, console = run_in_this_process([f"resume={moved}/checkpoints/step_00000002"], tmp_path)
+        code, console = run_in_this_process([f"resume={moved}/checkpoints/step_00000003"], tmp_path)
         assert code == 0, console
         assert_bitwise_equal(run_outcome(moved), undisturbed)

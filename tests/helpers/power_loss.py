@@ -41,7 +41,8 @@ class DiskRecorder:
     """A context that records the disk below `root` before and after each call in `CALLS`, as `instants`."""
 
     def __init__(self, root: Path):
-        self.root, self.mark = root, None
+        self.root = root
+        self.mark: Any = None
         self.instants: list[DiskState] = []
         self._numbers: dict[int, int] = {}  # of inodes
         self._new_number = itertools.count(1)

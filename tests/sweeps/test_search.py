@@ -349,12 +349,6 @@ def test_a_search_of_a_finite_space_tries_each_combination_once(search, slots, k
     assert set(tried) == wanted
 
 
-def test_a_search_without_optuna_is_refused(monkeypatch):
-    monkeypatch.setattr("runner.sweeps.engines.base.is_installed", lambda name: False)
-    with pytest.raises(ConfigError, match="pip install optuna"):
-        Local(search="tpe")
-
-
 def test_halving_stops_worse_trials_and_completes_the_best(tmp_path):
     """Each trial is worse than those before it: three of nine pass their first evaluation, and one its third."""
     options = Local(search="random", trials=9, prune="halving")

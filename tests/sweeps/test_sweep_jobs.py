@@ -37,6 +37,17 @@ def test_paired_values_are_combined_with_others_but_not_with_each_other():
     assert "pairs" not in last
 
 
+def test_pairs_that_are_typed_count_and_not_those_of_an_option_file(tmp_path):
+    (tmp_path / "experiment").mkdir()
+    params = "hydra: {sweeper: {params: {of_file: 'zip(seed=[1,2],batch_size=[3,4])', epochs: '1,2'}}}"
+    (tmp_path / "experiment" / "mine.yaml").write_text(f"# @package _global_\n{params}\n")
+    composer, typed = Composer(str(tmp_path)), ["typed=zip(seed=[5,6],batch_size=[7,8])", "epochs=3"]
+    of_file, both = (SweepJobs(composer, ["experiment=mine", *words]) for words in ([], typed))
+    assert of_file.swept == ["epochs", "seed", "batch_size"]
+    rest = ["epochs=3", "experiment=mine"]
+    assert [*both] == [[*rest, "seed=5", "batch_size=7"], [*rest, "seed=6", "batch_size=8"]]
+
+
 @pytest.mark.parametrize("prefix", ["", "++"])
 def test_where_a_sweep_is_written_is_no_override_of_its_jobs(prefix):
     words = ["seed=7", f"{prefix}seed=1,2", f"{prefix}output_root=x", f"{prefix}resume=auto", f"{prefix}sweep.slots=1"]

@@ -10,6 +10,7 @@ import logging
 import os
 import signal
 import socket
+import textwrap
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -155,8 +156,7 @@ class RayPool(Pool):
         try:
             self._ended.append(Ended(number, self._ray.get(job.end)))
         except self._ray.exceptions.RayError as error:  # the actor, or its machine, is gone
-            reason = " ".join(str(error).split())
-            self._ended.append(Ended(number, None, reason if len(reason) <= 300 else f"{reason[:299]}…"))
+            self._ended.append(Ended(number, None, textwrap.shorten(str(error), 300, placeholder="…")))
         self._ray.kill(job.actor)  # it keeps its cores otherwise, until Python forgets it
 
     def stop(self, numbers: list[int]) -> None:

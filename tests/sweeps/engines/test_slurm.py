@@ -15,7 +15,7 @@ from helpers.fake_slurm import ACTIVE_STATES, FakeSlurm
 from helpers.pool_jobs import exit_codes_of, job, processes, reports_of_job, wait_until_ended, wait_until_started
 
 from runner.config.errors import ConfigError
-from runner.sweeps.engines import child, ray, slurm
+from runner.sweeps.engines import base, child, ray, slurm
 from runner.sweeps.engines.base import Ended, Pool
 from runner.sweeps.engines.ray import Ray
 from runner.sweeps.engines.slurm import Slurm, SlurmPool, cancel
@@ -221,8 +221,10 @@ def test_missing_programs_and_packages_of_an_engine_are_named(monkeypatch, tmp_p
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match=r"there is no sbatch and no srun .*on PATH"):
         Slurm().connect(1, tmp_path)
-    for engine in (slurm, ray):
+    for engine in (slurm, ray, base):
         monkeypatch.setattr(engine, "is_installed", lambda name: False)
+    with pytest.raises(ConfigError, match="pip install optuna"):
+        Slurm(search="tpe")
     with pytest.raises(ConfigError, match="pip install submitit"):
         Slurm().connect(1, tmp_path)
     with pytest.raises(ConfigError, match="pip install ray"), Ray().connect(1, tmp_path):
