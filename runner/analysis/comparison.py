@@ -216,7 +216,7 @@ class Comparison:
         if not run.labels:
             reason = "its config.yaml cannot be read"
         state = "damaged" if run.state == "done" else run.state
-        return Failure(self._values(run.labels), self.name(run.directory), state, run.steps, _shown(reason))
+        return Failure(self._values(run.labels), self.name(run.directory), state, run.steps, one_line(redacted(reason)))
 
     def _jobs_without_run(self, sweep: Path, ledger: dict[str, Any]) -> Iterator[Failure]:
         """Yield a failure for each job that is not done and has no run directory, such as a refused job."""
@@ -229,7 +229,7 @@ class Comparison:
                 state = "killed"
             texts = [text for text in entry.get("overrides", []) if isinstance(text, str)]
             values = self._values({override_key(text): text.partition("=")[2].strip("'\"") for text in texts})
-            yield Failure(values, self.name(sweep / name), state, None, _shown(entry.get("error", "")))
+            yield Failure(values, self.name(sweep / name), state, None, one_line(redacted(entry.get("error", ""))))
 
     def name(self, path: Path) -> str:
         """Return a path relative to the directory that contains all runs, as it is shown."""
@@ -273,7 +273,3 @@ def _matching_metrics(runs: list[MeasuredRun], name: str | None) -> list[str]:
     if found := [tag for tag in tags if tag.rpartition("/")[2] == name]:
         return found
     raise ConfigError("--metric", name, "no run that is done has this metric;", did_you_mean(name, tags))
-
-
-def _shown(reason: str) -> str:
-    return one_line(redacted(printable(reason)))

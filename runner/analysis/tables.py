@@ -7,8 +7,7 @@ import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from rich.cells import cell_len
-from rich.console import Group
+from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
@@ -35,30 +34,12 @@ class TextTable(NamedTuple):
     rows: list[list[str]]
     caption: str = ""
 
-    def widths(self, with_titles: bool = False) -> list[int]:
-        """Return the widths of the columns that are needed for each line of a cell, and for titles or their words."""
-        columns = zip(self.titles, *self.rows, strict=True)
-        texts = [
-            [*([title] if with_titles else title.split()), *"\n".join(cells).split("\n")] for title, *cells in columns
-        ]
-        return [min(_MAX_WIDTH, max(map(cell_len, column), default=0)) for column in texts]
-
-    def width(self, with_titles: bool = False) -> int:
-        """Return the width of the table, with its lines between columns."""
-        return sum(self.widths(with_titles)) + 3 * len(self.titles) + 1
-
-    def rich(self, width: int) -> Table:
-        """Return the table for a terminal of `width` characters.
-
-        Without a caption, titles are wrapped if it is too narrow, and the cells of the first column if even that is not
-        enough. Very long cells are always wrapped.
-        """
-        found = table(self.caption, self.titles, self.rows, title_style="bold red")
-        if not self.caption and self.width(with_titles=True) > width:
-            widths = self.widths()
-            widths[0] = max(min(widths[0], 10), widths[0] - max(0, self.width() - width))
-            for column, needed in zip(found.columns, widths, strict=True):
-                column.width = needed
+    def rich(self, is_narrow: bool = False) -> Table:
+        """Return the table for a terminal; for a narrow one, only titles and its first column are wrapped."""
+        titles = [title.replace(" ", "\n") for title in self.titles] if is_narrow else self.titles
+        found = table(self.caption, titles, self.rows, title_style="bold red")
+        for index, column in enumerate(found.columns if not self.caption else ()):
+            column.max_width, column.no_wrap = _MAX_WIDTH, is_narrow and index > 0
         return found
 
     def markdown(self) -> str:
@@ -74,22 +55,26 @@ def terminal(comparison: Comparison, width: int) -> Group:
     If the terminal is too narrow for a column per config key, a single column lists the keys and values of a row; if it
     is too narrow for all measures, they continue in further tables.
     """
-    parts = text_tables(comparison)
-    if comparison.rows and parts[0].width() > width:
+    parts = [part.rich() for part in text_tables(comparison)]
+    if comparison.rows and _width(parts[0]) > width:
         parts[:1] = _in_blocks(text_tables(comparison, in_one_column=True)[0], width)
-    return Group(*(part.rich(width) for part in parts), *(Text(f"\n{note}") for note in notes(comparison)))
+    return Group(*parts, *(Text(f"\n{note}") for note in notes(comparison)))
 
 
-def _in_blocks(part: TextTable, width: int) -> Iterator[TextTable]:
+def _width(part: Table) -> int:
+    return Console(width=10_000).measure(part).maximum
+
+
+def _in_blocks(part: TextTable, width: int) -> Iterator[Table]:
     """Yield tables of at most `width` characters, if possible, with the first and some more columns of `part` each."""
     first, *rest = zip(part.titles, *part.rows, strict=True)
     while rest:
         tables = [[list(row) for row in zip(first, *rest[:count], strict=True)] for count in range(len(rest), 0, -1)]
         blocks = [TextTable(titles, rows) for titles, *rows in tables]
-        chosen = next((block for block in blocks if block.width() <= width), blocks[-1])
-        if chosen.width() > width:  # intervals go below differences
-            chosen = chosen._replace(rows=[[cell.replace(" [", "\n[") for cell in row] for row in chosen.rows])
-        yield chosen
+        chosen = next((block for block in blocks if _width(block.rich(is_narrow=True)) <= width), None)
+        if chosen is None:  # intervals go below differences
+            chosen = blocks[-1]._replace(rows=[[cell.replace(" [", "\n[") for cell in row] for row in blocks[-1].rows])
+        yield chosen.rich(is_narrow=_width(chosen.rich()) > width)
         rest = rest[len(chosen.titles) - 1 :]
 
 
@@ -156,29 +141,26 @@ def _p(p: float) -> str:
 
 def notes(comparison: Comparison) -> list[str]:
     """Return which metric is meant, and what the differences mean or, with two rows or `against`, each of them."""
-    return [*filter(None, [comparison.meant]), *_differences(comparison)]
+    contrasts, rows, found = comparison.contrasts, comparison.rows, list(filter(None, [comparison.meant]))
+    single = sum(row.seeds < 2 for row in rows) if len(rows) > 1 else 0
+    if single and single == len(rows):
+        found.append(
+            "Each row has one seed: nothing can be said about which is better. Repeat the runs: seed=0,1,2,3,4"
+        )
+    elif single:
+        found.append(f"Rows with one seed, about which nothing can be said: {single} of {len(rows)}.")
 
-
-def _differences(comparison: Comparison) -> list[str]:
-    contrasts, rows, is_best = comparison.contrasts, comparison.rows, comparison.against is None
-    single = [" ".join(row.options) for row in rows if row.seeds < 2]
-    if len(rows) > 1 and len(single) == len(rows):
-        return ["Each row has one seed: nothing can be said about which is better. Repeat the runs: seed=0,1,2,3,4"]
-    lines = [f"With one seed, nothing can be said: {'; '.join(single[:5])}{'; …' * (len(single) > 5)}"]
-    lines *= len(rows) > 1 and bool(single)
-    if len(contrasts) == 1 or (contrasts and not is_best):
-        return lines + [_sentence(comparison, rows[index], found) for index, found in contrasts.items()]
-    if not contrasts:
-        return lines
-    best = "the best row" if comparison.reference is rows[0] else "the best row with several seeds"
-    tests = " or ".join(sorted({found.test for found in contrasts.values()}))
-    text = (
-        f"difference: of the mean {comparison.title(comparison.quality)} to {best}, with its 95 % confidence interval; "
-    )
-    text += (
-        f"p: of the {tests}, corrected for all pairs of rows; {NOT_TOLD}: cannot be told from {best}; seeds needed: of "
-    )
-    return [*lines, f"{text}each row, to find a difference of this size with a probability of {POWER * 100:g} %."]
+    if len(contrasts) == 1 or (contrasts and comparison.against is not None):
+        return found + [_sentence(comparison, rows[index], each) for index, each in contrasts.items()]
+    if contrasts:
+        best = "the best row" if comparison.reference is rows[0] else "the best row with several seeds"
+        tests = " or ".join(sorted({each.test for each in contrasts.values()}))
+        found.append(
+            f"difference: of the mean {comparison.title(comparison.quality)} to {best}, with its 95 % confidence "
+            f"interval; p: of the {tests}, corrected for all pairs of rows; {NOT_TOLD}: cannot be told from {best}; "
+            f"seeds needed: of each row, to find a difference of this size with a probability of {POWER * 100:g} %."
+        )
+    return found
 
 
 def _sentence(comparison: Comparison, row: Row, found: Contrast) -> str:

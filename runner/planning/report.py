@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby, pairwise
 from typing import Any
 
-from rich.console import Group
+from rich.console import Group, RenderableType
+from rich.table import Table
 from rich.text import Text
 
 from runner.config.errors import ConfigError
@@ -21,7 +22,7 @@ from runner.planning.step_tracker import KINDS
 from runner.run import Run
 from runner.system.accelerator import total_bytes
 from runner.system.memory import host_memory
-from runner.system.tables import flops, significant, size, table
+from runner.system.tables import flops, pairs, significant, size, table
 
 _CHECKPOINTED = "model.checkpoint_activations=true"
 
@@ -34,9 +35,6 @@ CHANGES = {
     ("parallel=fsdp", _CHECKPOINTED, "accumulation=8"): "about a third more arithmetic; smaller matrices; messages",
 }
 """What each change costs that may make a run fit into memory, by the overrides to add; the cheapest first."""
-
-Table = tuple[str, list[str], list[list[str]]]
-"""The title, the column titles and the rows of a table."""
 
 
 def report_of(run: Run, session: Session, ranks: Sequence[RankPlan], num_devices: int | None = None) -> dict[str, Any]:
@@ -234,32 +232,24 @@ def _notes(run: Run, session: Session) -> list[str]:
 
 def render(report: dict[str, Any]) -> Group:
     """Render `report`, the result of `report_of`, as tables."""
-    parts = [
-        table(title, titles, rows, right_from=1 if any(titles) else None) for title, titles, rows in tables(report)
-    ]
-    notes = [Text(f"note: {note}", style="dim") for note in report["notes"]]
-    if report["fits"] is None:
-        return Group(*parts, *notes)
-    peak = max(rank["peak_bytes"] for rank in report["ranks"])
-    verdict = f"it {'fits' if report['fits'] else 'does not fit'}: {size(peak)} of {size(report['memory_bytes'])}"
-    return Group(*parts, *notes, Text(verdict))
-
-
-def tables(report: dict[str, Any]) -> list[Table]:
-    """Return the tables that `render` shows for `report`."""
     work = ["rank", "layers", "samples of a batch", "forward", "backward", "sent"]
     memory = ["rank", *KINDS, "sum", "before the first step", "between steps"]
-    found: list[Table] = [
-        ("run", ["", ""], [[key, text] for key, text in _overview(report).items()]),
-        ("work", work, _merged(map(_work, report["ranks"]))),
-        ("memory of tensors at the peak of a step", memory, _merged(map(_memory, report["ranks"]))),
+    parts: list[RenderableType] = [
+        pairs("run", _overview(report)),
+        table("work", work, _merged(map(_work, report["ranks"])), right_from=1),
+        table("memory of tensors at the peak of a step", memory, _merged(map(_memory, report["ranks"])), right_from=1),
     ]
     if report["pipeline"]:
-        found.append(_bubbles(report["pipeline"]))
+        parts.append(_bubbles(report["pipeline"]))
     if report["remedies"]:
         rows = [[" ".join(each["overrides"]), size(each["peak_bytes"]), each["costs"]] for each in report["remedies"]]
-        found.append(("changes with which it fits, the cheapest first", ["add", "peak", "costs"], rows))
-    return found
+        parts.append(table("changes with which it fits, the cheapest first", ["add", "peak", "costs"], rows, 1))
+    parts += [Text(f"note: {note}", style="dim") for note in report["notes"]]
+    if report["fits"] is not None:
+        peak = max(rank["peak_bytes"] for rank in report["ranks"])
+        fits = "fits" if report["fits"] else "does not fit"
+        parts.append(Text(f"it {fits}: {size(peak)} of {size(report['memory_bytes'])}"))
+    return Group(*parts)
 
 
 def _overview(report: dict[str, Any]) -> dict[str, str]:
@@ -314,4 +304,5 @@ def _bubbles(pipeline: dict[str, Any]) -> Table:
             for name in schedules
         ]
         rows.append([str(row["split_size"]), str(count), *cells])
-    return "bubble: idle share of the processes' time", ["split size", "num micro batches", *schedules], rows
+    columns = ["split size", "num micro batches", *schedules]
+    return table("bubble: idle share of the processes' time", columns, rows, right_from=1)

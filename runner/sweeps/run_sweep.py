@@ -29,6 +29,7 @@ from runner.system.forkserver import run_in_child
 from runner.system.import_path import is_installed
 from runner.system.signals import StopRequest
 from runner.tracking.base import Tracker
+from runner.tracking.tensorboard import TensorBoard
 
 if TYPE_CHECKING:
     from runner.sweeps.search import Search
@@ -113,7 +114,7 @@ def _search(jobs: SweepJobs, planner: Planner) -> Search:
         why = "it is not known whether larger or smaller values are better"
         raise ConfigError("sweep.metric", tag, why, "add sweep.goal=min or sweep.goal=max")
     backends = build(planner.config["tracking"], Tracker, "tracking").backends()
-    if options.prune and not any(backend.writes_event_files() for backend in backends):
+    if options.prune and not any(isinstance(backend, TensorBoard) for backend in backends):
         remedy = "tracking=tensorboard, or several: tracking=[tensorboard,csv]"
         raise ConfigError("sweep.prune", options.prune, "it needs the event files of TensorBoard", remedy)
     objective = Objective(tag, options.goal or goal, best=options.metric is None)

@@ -30,10 +30,6 @@ class Tracker:
     def check(self) -> None:
         """Raise a `ConfigError` if the backend cannot be used; called on every rank before the run begins."""
 
-    def writes_event_files(self) -> bool:
-        """Return whether scalars are written to TensorBoard's event files, which a search with `sweep.prune` reads."""
-        return False
-
     def open(self, directory: Path, first_step: int) -> None:
         """Start a session, at the start of a run or when it is resumed, whose first optimizer step is `first_step`."""
 

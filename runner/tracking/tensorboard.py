@@ -23,9 +23,6 @@ class TensorBoard(Tracker):
     https://www.tensorflow.org/tensorboard/get_started
     """
 
-    def writes_event_files(self) -> bool:
-        return True
-
     def open(self, directory: Path, first_step: int) -> None:
         from runner.tracking.event_file import EventFile
 

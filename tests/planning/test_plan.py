@@ -1,6 +1,7 @@
 """Tests of `runner plan`: memory is compared with measurements, and FLOPs and messages with formulas."""
 
 import functools
+import io
 import json
 from types import SimpleNamespace
 from typing import Any
@@ -10,13 +11,14 @@ import torch
 from helpers.compose import TINY_CPU, build_composed_run, compose_config
 from helpers.runs import write_images
 from helpers.tensor_memory import measured_peak
+from rich.console import Console
 
 from runner.commands import plan
 from runner.parallel.collectives import Collectives
 from runner.parallel.compiling import modules_of_blocks
 from runner.parallel.pipelining.schedules import SCHEDULES
 from runner.planning.fake_step import FakeCollectives, RankPlan, prepared, trace_rank, trace_ranks, with_cuts
-from runner.planning.report import bubbles, report_of, tables
+from runner.planning.report import bubbles, render, report_of
 from runner.planning.step_tracker import KINDS
 from runner.system import accelerator
 from runner.system.fake_tensors import fake_process_group
@@ -272,9 +274,8 @@ def test_a_plan_for_another_number_of_devices(capsys):
     shard = sum(-(-len(p) // 8) * p[0].numel() * 4 for p in _network(*wide).parameters())  # rows are not divided
     assert found["ranks"][3]["kept"]["optimizer state"] == shard
     assert found["host"] is None
-    rows = {title: rows for title, _, rows in tables(found)}
-    for title in ("work", "memory of tensors at the peak of a step"):
-        assert [row[0] for row in rows[title]] == ["0 – 7, each"], "ranks with the same work share a row"
+    Console(width=140, file=(shown := io.StringIO())).print(render(found))
+    assert shown.getvalue().count(" 0 – 7, each ") == 2, "ranks with the same work share a row, of work and of memory"
 
 
 def test_a_config_that_does_not_fit_is_reported_with_changes_that_fit(capsys):
