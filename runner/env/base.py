@@ -70,11 +70,13 @@ class Env:
         together share a random number generator). Raises `ConfigError` if it cannot be created, or has spaces that are
         not supported.
         """
-        from runner.env.vector import make_single, shape_and_actions
+        import gymnasium
+
+        from runner.env.vector import num_actions
 
         spec = self._spec()
         try:
-            single = make_single(spec, self._options(), ())
+            single = gymnasium.make(spec, **self._options())
         except Exception as error:  # an environment may be anybody's, and says itself what is missing
             why = f"it cannot be created: {type(error).__name__}: {error}"
             raise ConfigError("id", self.id, why, "install what is missing, or choose another environment") from None
@@ -89,12 +91,11 @@ class Env:
         self._render_modes = tuple(single.metadata.get("render_modes", ()))
         self.frames_per_second = float(single.metadata.get("render_fps") or 25)
         self._is_builtin = type(single.unwrapped).__module__.startswith("gymnasium.")
-        self.shape, self.num_actions = shape_and_actions(self.id, single)
+        single.close()
+        self.num_actions = num_actions(self.id, single)
         self.longest = self.max_episode_steps or spec.max_episode_steps
         with self.vector(1, in_process=True) as vector:
-            self.shared_rng, self.pixels = vector.shared_rng, vector.pixels
-        if self.pixels is not None:
-            self.shape = self.pixels.shape
+            self.shape, self.shared_rng, self.pixels = vector.shape, vector.shared_rng, vector.pixels
         why = "only images are skipped, of two by their maximum, and its observations are vectors"
         check(self.pixels is not None or self.frame_skip == 1, "frame_skip", self.frame_skip, why, "env.frame_skip=1")
         if self.vectorization == "async":

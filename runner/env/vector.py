@@ -34,6 +34,8 @@ _MIN_RENDERED = 160
 
 _PRELOADED = ("gymnasium", "runner.env.vector")
 _WITH_STATE = ("gymnasium.envs.classic_control.", "gymnasium.envs.toy_text.")
+"""Packages of environments whose state is in their attributes; others say so by `plain_state` in their metadata."""
+
 _PLAIN_TYPES = (bool, int, float, str, type(None), np.ndarray, np.number, np.bool_)
 
 
@@ -108,18 +110,15 @@ def pixels_of(name: str, space: gymnasium.Space, stack: int) -> Pixels | None:
     return Pixels(axes, (channels, height, width), stack, 1 / max(1.0, float(space.high.max())))
 
 
-def shape_and_actions(name: str, env: gymnasium.Env) -> tuple[tuple[int, ...], int]:
-    """Return the shape of the observations of `env`, called `name`, and its number of actions; and close `env`."""
+def num_actions(name: str, env: gymnasium.Env) -> int:
+    """Return the number of actions of `env`, called `name`; raise `ConfigError` if its spaces are not supported."""
     actions, observations = env.action_space, env.observation_space
-    env.close()
     if not isinstance(actions, gymnasium.spaces.Discrete):
         why = f"its action space is {actions}, and deep Q-learning needs discrete actions"
         raise ConfigError("id", name, why, "choose another environment, such as env=cartpole")
     why = f"its observation space is {observations}, which cannot be flattened to a vector"
     check(observations.is_np_flattenable, "id", name, why, "choose another environment, such as env=cartpole")
-    flattened = _needs_flattening(observations)
-    shape = (gymnasium.spaces.flatdim(observations),) if flattened else tuple(observations.shape or ())
-    return shape, int(actions.n)
+    return int(actions.n)
 
 
 def _needs_flattening(space: gymnasium.Space) -> bool:
@@ -144,7 +143,9 @@ def make(
         envs.close()
     mode = "sync" if vectorization == "auto" else vectorization
     wrappers = list(wrappers)
-    single = make_single(spec, options, wrappers)
+    single = gymnasium.make(spec, **options)
+    for wrapper in wrappers:
+        single = wrapper(single)
     wrappers += [FlattenObservation] if _needs_flattening(single.observation_space) else []
     single.close()
     if mode != "async":
@@ -154,13 +155,6 @@ def make(
     wrappers.append(partial(_with_default_signals, parent=os.getpid()))
     with without_main_module():
         return gymnasium.make_vec(spec, num_envs, mode, {"context": METHOD}, wrappers=wrappers, **options)
-
-
-def make_single(spec: EnvSpec, options: dict[str, Any], wrappers: Sequence[Any]) -> gymnasium.Env:
-    env = gymnasium.make(spec, **options)
-    for wrapper in wrappers:
-        env = wrapper(env)
-    return env
 
 
 def _with_default_signals(env: gymnasium.Env, parent: int) -> gymnasium.Env:
@@ -186,11 +180,14 @@ class Vector:
         self.envs, self.name, self.num_envs = envs, name, envs.num_envs
         self.pixels = pixels_of(name, envs.single_observation_space, frame_stack)
         """How images become observations; None if the observations are vectors."""
+        shape: Any = envs.single_observation_space.shape
+        self.shape: tuple[int, ...] = shape if self.pixels is None else self.pixels.shape
+        """The shape of an observation."""
         self.shared_rng = getattr(envs, "shared_rng", not hasattr(envs, "env_fns"))
         """Whether all environments share one random number generator."""
         self._first_action = int(envs.single_action_space.start)  # pyright: ignore[reportAttributeAccessIssue]
-        shape = () if self.pixels is None else (self.num_envs, *self.pixels.shape)
-        self.observations = np.zeros(shape, np.float32 if self.pixels is None else np.uint8)
+        dtype = np.float32 if self.pixels is None else np.uint8
+        self.observations = np.zeros((self.num_envs, *self.shape), dtype)
         self.lives: np.ndarray | None = None
 
     def __enter__(self) -> Vector:
@@ -271,8 +268,9 @@ class Vector:
     def state_dict(self) -> dict[str, Any] | None:
         """Return the state of the environments as plain values and tensors; None if it cannot be read."""
         envs = self.envs.envs if isinstance(self.envs, SyncVectorEnv) else [self.envs]
-        if not all(_has_plain_state(env.unwrapped) for env in envs):
-            return None
+        for env in (each.unwrapped for each in envs):
+            if not type(env).__module__.startswith(_WITH_STATE) and not env.metadata.get("plain_state"):
+                return None
         return {
             "envs": [_attributes(each) for each in self._with_wrappers()],
             "ended": _saved(self._ended),
@@ -301,11 +299,6 @@ class Vector:
             while found[-1] is not env.unwrapped:
                 found.append(found[-1].env)
         return found
-
-
-def _has_plain_state(env: Any) -> bool:
-    """Return whether the state of an environment is in its attributes; those of others say so in their metadata."""
-    return type(env).__module__.startswith(_WITH_STATE) or bool(env.metadata.get("plain_state"))
 
 
 def _attributes(env: Any) -> dict[str, Any]:

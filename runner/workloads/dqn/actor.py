@@ -139,20 +139,17 @@ class Actor:
             self._returns[ended] = self._lengths[ended] = 0
             self.num_episodes += int(ended.sum())
 
-    def possible_returns(self) -> tuple[float, float]:
-        """Return the least and the greatest discounted return that an episode can have; they include 0.
+    def possible_returns(self, device: torch.device) -> tuple[torch.Tensor, ...]:
+        """Return the least and the greatest discounted return that an episode can have, scalars; they include 0.
 
         Those of an endless episode in which every reward is the smallest or the largest reward seen so far: (-inf, inf)
         if rewards are not discounted, or a return exceeds the range of float32.
         """
         scale, (least, greatest) = 1 - self.n_step_buffer.discount, self._rewards
         in_range = max(-least, greatest) < scale * torch.finfo(torch.float32).max
-        return (least / scale, greatest / scale) if in_range else (-math.inf, math.inf)
-
-    def possible_returns_on(self, device: torch.device) -> tuple[torch.Tensor, ...]:
-        """Return `possible_returns` as scalars on `device`: a compiled step is compiled again for each new number."""
-        if (possible := self.possible_returns()) != self._possible[0]:
-            dtype = sum_dtype(device)
+        possible = (least / scale, greatest / scale) if in_range else (-math.inf, math.inf)
+        if possible != self._possible[0]:
+            dtype = sum_dtype(device)  # tensors, as a compiled step is compiled again for each new number
             self._possible = possible, tuple(torch.tensor(each, dtype=dtype, device=device) for each in possible)
         return self._possible[1]
 

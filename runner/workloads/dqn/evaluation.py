@@ -29,8 +29,7 @@ def play(
     """Play one shard of the evaluation episodes, all at the same time, and return sums `return`, `length` and `count`.
 
     Actions are random with the probability `epsilon`. Their seeds and those of the environments are independent of the
-    run's seed. Each environment plays exactly one episode, because
-    counting the episodes that end first would favor short ones.
+    run's seed. Each environment plays exactly one episode: counting the episodes that end first would favor short ones.
     """
     first, last = shard_bounds(num_episodes, shard)
     counted, episodes = slice(first, last), range(num_episodes)
@@ -79,7 +78,7 @@ def play_one(
     device: torch.device,
     seed: int,
     render_mode: str,
-    before_step: Callable[[Vector, int], None] = lambda vector, step: None,
+    before_step: Callable[[Vector, int], None],
 ) -> tuple[float, int]:
     """Play an episode in a rendered environment, and return the sum of the rewards and the number of steps.
 

@@ -31,12 +31,8 @@ class FrameReplay(Replay):
     the frame before it has the number s - num_envs. Row `s` is the transition that begins with frame `s`; its
     observations are numbers of frames, float32, which is exact up to 2²⁴.
 
-    Args:
-        capacity: number of steps in all environments that are kept; those that reset an environment count.
-        num_envs: number of environments.
-        pixels: how frames become observations.
-        n_step: number of steps of a transition.
-        device: the device of the frames; the rows are on the CPU.
+    Steps that reset an environment count, too. `n_step` is the number of steps of a transition, and `device` that of
+    the frames; the rows are on the CPU.
     """
 
     def __init__(self, capacity: int, num_envs: int, pixels: Pixels, n_step: int, device: torch.device | str):
@@ -96,11 +92,11 @@ class FrameReplay(Replay):
             numbers[~usable] = random.integers(self._length, size=count - int(usable.sum()))
         return self.at(numbers)
 
-    def batch(self, rows: torch.Tensor, device: torch.device, possible_returns: tuple[Any, ...]) -> Transitions:
+    def batch(self, rows: torch.Tensor, device: torch.device) -> Transitions:
         seen, actions, returns, following, discounts, _ = unpack(rows)
         stacks = self._stacks(torch.cat((seen, following))[:, 0].long()).to(device, non_blocking=True)
         actions, returns, discounts = (each.to(device, non_blocking=True) for each in (actions, returns, discounts))
-        return Transitions(stacks[: len(rows)], actions, returns, stacks[len(rows) :], discounts, possible_returns)
+        return Transitions(stacks[: len(rows)], actions, returns, stacks[len(rows) :], discounts)
 
     def _stacks(self, numbers: torch.Tensor) -> torch.Tensor:
         """Return the observations whose newest frames have these `numbers`, uint8 [n, channels, height, width]."""

@@ -44,11 +44,11 @@ def row_width(observation_size: int) -> int:
     return 2 * observation_size + 3
 
 
-def unpack(rows: torch.Tensor, possible_returns: tuple[Any, ...] = (-math.inf, math.inf)) -> Transitions:
+def unpack(rows: torch.Tensor) -> Transitions:
     size = (rows.shape[1] - 3) // 2
     observations, following, actions, returns, discounts = rows.split_with_sizes((size, size, 1, 1, 1), 1)
     # Actions are stored as float32, which is exact up to 2²⁴.
-    return Transitions(observations, actions.long(), returns, following, discounts, possible_returns)
+    return Transitions(observations, actions.long(), returns, following, discounts)
 
 
 def transition_bytes(env: Env) -> tuple[int, int]:
@@ -131,9 +131,9 @@ class Replay:
         """Return `count` rows, drawn uniformly with replacement, on the device of the rows."""
         return self.at(random.integers(len(self), size=count))
 
-    def batch(self, rows: torch.Tensor, device: torch.device, possible_returns: tuple[Any, ...]) -> Transitions:
+    def batch(self, rows: torch.Tensor, device: torch.device) -> Transitions:
         """Return the transitions of sampled rows on `device`."""
-        return unpack(rows.to(device, non_blocking=True), possible_returns)
+        return unpack(rows.to(device, non_blocking=True))
 
     def restart(self) -> None:
         """Prepare for new episodes in all environments, whose last ones have not ended."""

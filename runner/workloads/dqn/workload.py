@@ -168,12 +168,12 @@ class DQN(Workload):
         self, model: torch.nn.Module, plan: Plan, after_step: int, device: torch.device
     ) -> Iterator[Transitions]:
         self._count = plan.num_data_ranks
-        self._logged = (_training_time(), 0)
         self._actor, policy = self._new_actor(plan, device), greedy_policy(model, device)
         if after_step:
             last_step = after_step + 1 + plan.step_shard[0] - plan.step_shard[1]
             # A forward pass of a sharded model is a collective, and other ranks may have saved theirs.
             self._resume(self._actor, None if plan.shards_parameters else policy, last_step)
+        self._logged = (_training_time(), self._actor.num_steps * self._count)
         self._batches = self._stream(self._actor, policy, plan, after_step, device)
         return self._batches
 
@@ -187,10 +187,10 @@ class DQN(Workload):
                 while actor.num_steps < self._due(step):
                     warming = actor.num_steps * self._count < self.warm_up
                     actor.step(None if warming else policy, self._epsilon(actor.num_steps * self._count))
-                bounds = actor.possible_returns_on(device)
+                possible = actor.possible_returns(device)
                 # Sampled once per step, so that the transitions do not depend on the number of micro-batches.
                 for rows in actor.sample(sum(sizes)).split_with_sizes(sizes):
-                    yield actor.replay.batch(rows, device, bounds)
+                    yield actor.replay.batch(rows, device)._replace(possible_returns=possible)
 
     def close(self) -> None:
         if self._batches is not None:
@@ -202,7 +202,7 @@ class DQN(Workload):
         while True:
             indices = torch.zeros(sum(sizes), dtype=torch.int64, device=replay.rows.device)
             for rows in replay.rows.index_select(0, indices).split_with_sizes(sizes):
-                yield replay.batch(rows, device, (-math.inf, math.inf))
+                yield replay.batch(rows, device)
 
     def _due(self, step: int) -> float:
         """Return the number of environment steps of each process before optimizer step `step`; it may be fractional."""
@@ -253,13 +253,12 @@ class DQN(Workload):
             epsilon = self._epsilon(math.ceil(self._due(last_step)) * self._count)
             while actor.num_steps * self._count < self.warm_up:
                 actor.step(policy, 1.0 if policy is None else epsilon)
-            why = "no replay buffer of this size was saved for this process"
             steps = "random steps" if policy is None else "steps of the agent"
-            log.warning("%s: %d %s fill it", why, actor.num_steps, steps)
+            text = "no replay buffer of this size was saved for this process: %d %s fill it"
+            log.warning(text, actor.num_steps, steps)
         # The count is a function of the optimizer step, for any number of processes: extra warm-up steps do not count.
         num_envs = actor.vector.num_envs
         actor.num_steps = math.ceil(self._due(last_step) / num_envs) * num_envs
-        self._logged = (_training_time(), actor.num_steps * self._count)
 
     def loss(self, model: torch.nn.Module, batch: Transitions) -> tuple[torch.Tensor, BatchSums]:
         # A single forward pass for both networks, as wrappers such as DDP expect.
@@ -319,11 +318,11 @@ class DQN(Workload):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Check `state`, and keep it until `batches` creates the environments and buffers."""
-        if state.keys() == {"best"}:
-            check_like(state, {"best": float}, "the agent")
-        elif state:
-            check_saved(state, self.env, self.n_step, self.epsilon_repeat)
         self._saved = {} if state.keys() == {"best"} else state
+        if self._saved:
+            check_saved(state, self.env, self.n_step, self.epsilon_repeat)
+        elif state:
+            check_like(state, {"best": float}, "the agent")
         self._best = state.get("best", -math.inf)
 
     def parts(self) -> dict[str, Part]:

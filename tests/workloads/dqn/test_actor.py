@@ -15,6 +15,8 @@ from runner.env.vector import Steps
 from runner.workloads.dqn.actor import Actor, Repeats
 from runner.workloads.dqn.replay import NStepBuffer, Replay, unpack
 
+CPU = torch.device("cpu")
+
 
 class ScriptedEnv(gymnasium.Env):
     """Episodes of 1, 2, …, 9 steps in rotation, which are terminated, truncated, or both."""
@@ -113,23 +115,23 @@ def test_actions_are_random_without_a_policy_and_greedy_without_exploration(monk
 
 def test_the_possible_returns_are_those_of_the_rewards_seen_so_far(monkeypatch):
     agent = scripted_actor(monkeypatch, 2, 3, 0.9)
-    assert agent.possible_returns() == (0.0, 0.0)
+    assert agent.possible_returns(CPU) == (0.0, 0.0)
     for _ in range(60):
         agent.step(None, 1.0)
         rewards = [step[2] for episodes in ScriptedEnv.transition_log.values() for steps in episodes for step in steps]
         possible = (min(0.0, *rewards) / (1 - 0.9), max(0.0, *rewards) / (1 - 0.9))
-        assert agent.possible_returns() == pytest.approx(possible, rel=1e-6)
+        assert [*map(float, agent.possible_returns(CPU))] == pytest.approx([*possible], rel=1e-6)
     assert possible[0] < 0 < possible[1]
     restored = scripted_actor(monkeypatch, 2, 3, 0.9)
     restored.load_state_dict(agent.state_dict())
-    assert restored.possible_returns() == agent.possible_returns()
+    assert restored.possible_returns(CPU) == agent.possible_returns(CPU)
 
 
 def test_returns_without_a_discount_or_beyond_float32_are_not_bounded(monkeypatch):
     for discount, rewards in ((1.0, (0.0, 0.0)), (0.9, (0.0, 1e38))):
         agent = scripted_actor(monkeypatch, 2, 3, discount)
         agent.load_state_dict(agent.state_dict() | {"rewards": rewards})
-        assert agent.possible_returns() == (-math.inf, math.inf)
+        assert agent.possible_returns(CPU) == (-math.inf, math.inf)
 
 
 def test_a_restored_actor_continues_with_the_same_exploration(monkeypatch):

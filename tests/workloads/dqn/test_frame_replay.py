@@ -30,7 +30,7 @@ def catch_actor(num_envs: int, n_step: int, stack: int, capacity: int, **options
 def stored(replay: FrameReplay) -> dict[bytes, tuple]:
     """Return all transitions that can be sampled, by their observation."""
     rows = replay.at(replay.complete[: len(replay)].nonzero()[0])
-    batch = replay.batch(rows, CPU, (0.0, 0.0))
+    batch = replay.batch(rows, CPU)
     found = {}
     for seen, action, total, following, discount in zip(*batch[:5], strict=True):
         key = seen.numpy().tobytes()
@@ -163,7 +163,7 @@ def test_a_buffer_restored_from_its_parts_has_the_same_transitions(num_steps, ca
         add(each, num_steps, num_steps + 3)
     usable = replay.complete.nonzero()[0]
     assert np.array_equal(usable, restored.complete.nonzero()[0])
-    batches: list[Transitions] = [each.batch(each.at(usable), CPU, (0, 0)) for each in (replay, restored)]
+    batches: list[Transitions] = [each.batch(each.at(usable), CPU) for each in (replay, restored)]
     for got, wanted in zip(batches[1][:5], batches[0][:5], strict=True):
         assert torch.equal(got, wanted)
     assert not filled(0, capacity + 20 * NUM_ENVS).fits(state)
