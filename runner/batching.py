@@ -153,9 +153,9 @@ class Plan:
         text = f"{self.batch_size} samples"
         if shards > 1 or parts > 1:
             text += f" = {shards} process{'es' * (shards > 1)} × {parts} micro-batch{'es' * (parts > 1)} × {size}"
-        return text + (
-            f", divided over {self.steps_per_round} processes step by step" if self.steps_per_round > 1 else ""
-        )
+        if self.steps_per_round > 1:
+            text += f", divided over {self.steps_per_round} processes step by step"
+        return text
 
     def steps(self, after_step: int, last_step: int) -> Iterator[Step]:
         """Yield the iterations of the training loop that compute the steps `after_step + 1` to `last_step`."""

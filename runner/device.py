@@ -147,11 +147,8 @@ def oversubscription(device: torch.device, num_data_workers: int) -> str:
     total = processes * (threads + num_data_workers)
     if total <= cores:
         return ""
-    each = f"{processes} process{'es' * (processes > 1)} with {threads} compute thread{'s' * (threads > 1)}"
-    each += f" and {num_data_workers} data worker{'s' * (num_data_workers > 1)}" if num_data_workers else ""
-    counts = {"parallel.processes": processes, "device.threads": threads, "data.workers": num_data_workers}
-    fewer = ", ".join(key for key, count in counts.items() if count > (key != "data.workers"))
-    return f"{each}: {total} threads compete for {cores} cores; try fewer ({fewer})"
+    counts = f"{processes} × (device.threads={threads} + data.workers={num_data_workers})"
+    return f"{total} threads compete for {cores} cores: {counts}; fewer may be faster"
 
 
 def _use_deterministic(wanted: bool) -> None:

@@ -15,11 +15,6 @@ from runner.config.errors import check_range
 
 log = logging.getLogger(__name__)
 
-CollectState = Callable[["torch.optim.Optimizer"], tuple[dict[str, "torch.Tensor"], dict[str, Any]]]
-"""A function `collect(optimizer)`, which returns `full_state(model, optimizer)` of the parallel mode."""
-LoadState = Callable[["torch.optim.Optimizer", Any], None]
-"""A function `load(optimizer, state)`, which loads a state with the parallel mode."""
-
 
 @dataclass
 class Ema:
@@ -55,21 +50,24 @@ class Average:
     """The average of the trainable parameters: the state of an optimizer, which modes can shard, gather and save.
 
     Without a `decay`, there is none, and evaluations use the weights of the model itself.
+
+    Attributes:
+        optimizer: it has the averages, as the state of the weights.
     """
 
     def __init__(self, model: torch.nn.Module, decay: float | None):
         self._trained = {} if decay is None else {name: p for name, p in model.named_parameters() if p.requires_grad}
         group = {"params": [*self._trained.values()], "decay": decay}
-        self._optimizer = _averages_class()([group], {})
+        self.optimizer = _averages_class()([group], {})
 
     def update(self) -> None:
         """Update the average with the current weights of the model; called after each optimizer step."""
         if self._trained:
-            self._optimizer.step()
+            self.optimizer.step()
 
     def pairs(self) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], bool]:
         """Return each average, zeros before the first step, and its weights; and whether there has been a step."""
-        weights, state = self._trained.values(), self._optimizer.state
+        weights, state = self._trained.values(), self.optimizer.state
         has_begun = all(state[weight] for weight in weights)
         for weight in weights:
             if not has_begun:
@@ -78,40 +76,37 @@ class Average:
 
     def tensors(self) -> list[torch.Tensor]:
         """Return this rank's averaged weights; empty if there is no average, or before the first step."""
-        return [state["average"] for state in self._optimizer.state.values()]
+        return [state["average"] for state in self.optimizer.state.values()]
 
     @contextmanager
     def applied(self) -> Iterator[None]:
         """A context in which the model has the averaged weights, for an evaluation."""
-        weights = {p: p.detach().clone() for p in self._optimizer.state}
-        _copy({p: state["average"] for p, state in self._optimizer.state.items()})
+        weights = {p: p.detach().clone() for p in self.optimizer.state}
+        _copy({p: state["average"] for p, state in self.optimizer.state.items()})
         try:
             yield
         finally:
             _copy(weights)
 
-    def full_tensors(self, collect: CollectState) -> dict[str, torch.Tensor]:
-        """Return the full tensors of the model by name, with the averaged weights; empty on ranks other than 0."""
+    def full_tensors(self, collect: Callable[..., tuple[dict[str, Any], dict[str, Any]]]) -> dict[str, torch.Tensor]:
+        """Return the full tensors of the model by name, with the averaged weights; empty on ranks other than 0.
+
+        `collect(optimizer)` returns the `full_state` of the parallel mode.
+        """
         if not self._trained:
             return {}
-        tensors, averages = collect(self._optimizer)
+        tensors, averages = collect(self.optimizer)
         return tensors | {name: state["average"] for name, state in averages.items()}
 
-    def load(self, tensors: Mapping[str, torch.Tensor], load: LoadState) -> None:
-        """Restore the average from `tensors`, which `full_tensors` returned on rank 0; called on every rank."""
+    def load(self, tensors: Mapping[str, torch.Tensor], load: Callable[..., None]) -> None:
+        """Restore the average from `tensors`, which `full_tensors` returned on rank 0; called on every rank.
+
+        `load(optimizer, state)` loads a state with the parallel mode.
+        """
         if self._trained and not tensors:
             log.info("the checkpoint has no average of the weights: it begins after the next step (ema.decay)")
         elif self._trained:
-            load(self._optimizer, {name: {"average": tensors[name]} for name in self._trained})
-
-    def local_state(self, state_of: Callable[[torch.optim.Optimizer], dict[str, Any]]) -> dict[str, Any]:
-        """Return what `full_tensors` lacks, such as the average of a member of an ensemble, by `state_of`."""
-        return state_of(self._optimizer) if self._trained else {}
-
-    def load_local(self, state: dict[str, Any], load: LoadState) -> None:
-        """Restore `state`, which `local_state` returned; `load` calls `load_local_state` of the parallel mode."""
-        if self._trained and state:
-            load(self._optimizer, state)
+            load(self.optimizer, {name: {"average": tensors[name]} for name in self._trained})
 
 
 @functools.cache

@@ -220,10 +220,8 @@ class Named(Optimizer):
     options: dict[str, Any] | None = None
 
     def build_from_groups(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        classes = inspect.getmembers(
-            torch.optim, lambda each: inspect.isclass(each) and each.__name__ not in _ELSEWHERE
-        )
-        known = {name: cls for name, cls in classes if issubclass(cls, torch.optim.Optimizer)}
+        classes = inspect.getmembers(torch.optim, inspect.isclass)
+        known = {n: c for n, c in classes if issubclass(c, torch.optim.Optimizer) and n not in _ELSEWHERE}
         if self.name not in known:
             why = "torch.optim has no such optimizer for a network;"
             raise ConfigError("optimizer.name", self.name, why, did_you_mean(self.name, known))

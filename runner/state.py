@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import logging
 import math
-import shutil
 from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -157,22 +156,13 @@ class State:
             log.warning("the data has changed, as data.changed=accept allows: %s", change)
         self.load(checkpoint)
         log.info("resumed after step %d", self.step)
-        self._report_length(checkpoint.state["num_steps"])
-        if self.session.rank == 0:
-            prune(self.checkpoints.root, keep=None)  # here, as a run that has no step left does not save again
-
-    def check_disk(self) -> None:
-        """Refuse a new run whose checkpoints do not fit on the disk; those of a resumed one are partly there."""
-        if self.step == 0:
-            self.run.workload.check_disk(shutil.disk_usage(self.directory).free)
-
-    def _report_length(self, before: int) -> None:
-        """Log what another length of the run does to its schedule; `before` is 0 if it is not known."""
-        schedule, num_steps = self.run.schedule, self.session.num_steps
-        if before not in (0, num_steps) and schedule != Schedule() and 0 < self.step < num_steps:
+        schedule, num_steps, before = self.run.schedule, self.session.num_steps, checkpoint.state["num_steps"]
+        if before not in (0, num_steps) and schedule != Schedule() and 0 < self.step < num_steps:  # 0: not known
             text = "the run has %d steps instead of %d: the learning rate schedule is stretched to them, "
             text += "and goes on at %.3g × optimizer.lr"
             log.info(text, num_steps, before, schedule.factor(self.step, num_steps))
+        if self.session.rank == 0:
+            prune(self.checkpoints.root, keep=None)  # here, as a run that has no step left does not save again
 
     def load(self, checkpoint: Checkpoint) -> None:
         """Load the state that is in `checkpoint`; called on every rank.
@@ -214,9 +204,9 @@ class State:
         self.step, self.metrics, self.best = checkpoint.step, shared["metrics"], shared["best"]
         self.logged_step = shared["logged"]
         self.metric_buffer.load(self.session.collectives.local_share(shared["window"]), self.step)
-        load_local = partial(run.parallel.load_local_state, self.model)
-        load_local(self.optimizer, local.get("parallel", {}))
-        self.average.load_local(local.get("ema", {}), load_local)
+        run.parallel.load_local_state(self.model, self.optimizer, local.get("parallel", {}))
+        if run.ema.decay and local.get("ema"):
+            run.parallel.load_local_state(self.model, self.average.optimizer, local["ema"])
         if local:
             run.workload.load_state_dict(local["workload"])
             run.workload.load_parts(checkpoint.part_files)
@@ -255,7 +245,7 @@ class State:
             "workload": copy.deepcopy(run.workload.state_dict()),
             "parallel": run.parallel.local_state(self.model, self.optimizer),
             "random": random_states(self.session.devices),
-            "ema": self.average.local_state(partial(run.parallel.local_state, self.model)),
+            "ema": run.parallel.local_state(self.model, self.average.optimizer) if run.ema.decay else {},
         }
         checkpoint = Checkpoint(self.step, tensors, shared, local, ema, run.workload.parts())
         self.checkpoints.save(checkpoint, self.best.get("step"))
@@ -338,15 +328,12 @@ def _signature_text(workload: Workload) -> str:
 
 def _not_finite(tensors: dict[str, torch.Tensor], optimizer_state: dict[str, dict[str, Any]]) -> str:
     """Return the name of the first tensor that is not finite; empty if all are finite."""
-    named = [
-        *tensors.items(),
-        *((f"{key} of {name}", t) for name, state in optimizer_state.items() for key, t in state.items()),
-    ]
-    return next((name for name, t in named if isinstance(t, torch.Tensor) and not _is_finite(t)), "")
-
-
-def _is_finite(tensor: torch.Tensor) -> bool:
-    return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())  # a sum is faster, but may overflow
+    moments = {f"{key} of {name}": t for name, state in optimizer_state.items() for key, t in state.items()}
+    for name, tensor in (tensors | moments).items():
+        # A sum is faster, but may overflow.
+        if isinstance(tensor, torch.Tensor) and not tensor.sum().isfinite() and not tensor.isfinite().all():
+            return name
+    return ""
 
 
 def _load_random_state(saved: dict[str, torch.Tensor], devices: Sequence[torch.device]) -> None:

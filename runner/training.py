@@ -10,6 +10,7 @@ import io
 import json
 import logging
 import math
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -65,7 +66,8 @@ def train(run: Run, session: Session, directory: Path, begin: Callable[[], None]
         with torch_refusals(run):  # already here, as a pipeline measures the blocks of the model
             state = prepare(run, session, directory, with_table=True)
             take_step = step_function(state)
-        session.collectives.from_rank_0(state.check_disk)
+        if state.step == 0:  # the checkpoints of a resumed run are partly there
+            session.collectives.from_rank_0(lambda: run.workload.check_disk(shutil.disk_usage(directory).free))
         session.collectives.from_rank_0(begin)
         with (
             Recorder(run.tracking, directory, state.step, visible=writes) as recorder,
@@ -283,13 +285,12 @@ def introduce(state: State, recorder: Recorder) -> None:
     run, session = state.run, state.session
     config = config_yaml(run.config)
     log.info("%s", run.describe(session, state.model_description, state.directory))
+    log.debug("model:\n%s", state.model_table)
+    log.debug("config:\n%s", config)
     if session.rank == 0:
         for why in oversubscription(session.device, run.workload.num_data_workers), run.ema.too_slow(session.num_steps):
             if why:
                 log.warning("%s", why)
-    log.debug("model:\n%s", state.model_table)
-    log.debug("config:\n%s", config)
-    if session.rank == 0:
         texts = {"network": state.model_table, "config": config, "environment": json.dumps(environment(), indent=2)}
         recorder.texts(texts)
         recorder.hyperparameters(run.config)

@@ -17,7 +17,7 @@ from runner.commands import COMMANDS  # noqa: E402
 from runner.commands.arguments import Parser, command  # noqa: E402
 from runner.commands.help import help_text  # noqa: E402
 from runner.config.errors import ABSENT, check, did_you_mean  # noqa: E402
-from runner.config.options import groups  # noqa: E402
+from runner.config.options import option_files  # noqa: E402
 from runner.config.overrides import checked_path, quoted, resumed  # noqa: E402
 from runner.system import __version__  # noqa: E402
 from runner.system.console import DONE, REFUSED, STOPPED, output_code  # noqa: E402
@@ -64,7 +64,7 @@ def parser() -> Parser:
 def _run(arguments: list[str]) -> list[int]:
     """Do what the command line asks for, and return the exit code of each run; empty if it is only information."""
     for word in arguments[:1]:
-        is_override = word[:1] in ("-", "~") or "=" in word or word in groups() or not word.isidentifier()
+        is_override = word[:1] in ("-", "~") or "=" in word or word in option_files() or not word.isidentifier()
         check(is_override, word, ABSENT, "there is no such subcommand;", did_you_mean(word, COMMANDS))
     if {"--help", "-h"} & set(arguments):
         asked = parser().parse_known_args(arguments)[0]

@@ -44,11 +44,7 @@ def wrapped(message: str) -> str:
     """Return `message` wrapped at `WIDTH` characters and cut to ten lines, without control characters or secrets."""
     # Paths are not cut.
     wrapper = textwrap.TextWrapper(WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
-    lines = [
-        part
-        for line in printable(redacted(message)).splitlines()
-        for part in (wrapper.wrap(line) if len(line) > WIDTH else [line])
-    ]
+    lines = [part for line in printable(redacted(message)).splitlines() for part in wrapper.wrap(line) or [line]]
     return "\n".join(lines[:10])
 
 

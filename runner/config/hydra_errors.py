@@ -11,7 +11,7 @@ from hydra.errors import MissingConfigException, OverrideParseException
 from omegaconf.errors import OmegaConfBaseException
 
 from runner.config.errors import ABSENT, ConfigError, did_you_mean
-from runner.config.options import groups, option_files, option_keys, root_keys
+from runner.config.options import option_files, option_keys, root_keys
 from runner.config.other_names import type_instead
 
 
@@ -40,7 +40,7 @@ def _no_such_option(error: Exception) -> ConfigError | None:
     group, _, option = error.missing_cfg_file.removesuffix(".yaml").rpartition("/")
     if group not in root_keys():
         return None
-    names = groups().get(group, [])
+    names = list(option_files().get(group, []))
     is_switch = option.lower() in ("true", "false", "yes", "no", "on", "off")
     remedy = f"choose from: {', '.join(names)}" if is_switch else did_you_mean(option, names)
     for pattern, instead in _BY_KEY.items():
@@ -50,7 +50,7 @@ def _no_such_option(error: Exception) -> ConfigError | None:
     if os.path.isfile(f"{option}.py"):
         remedy = f"for the file: {group}={option}.py"
     if names == ["default"]:  # there is nothing to choose in this group
-        keys = ", ".join(f"{group}.{key}" for key in sorted(option_keys(group, "default")))
+        keys = ", ".join(f"{group}.{key}" for key in sorted(option_keys(group)["default"]))
         command = option_files()[group]["default"].read_text(encoding="utf-8").partition("\n")[0]
         remedy = f"set its keys: {keys}; for example: {command.partition(f'{group}=default ')[2]}"
     return ConfigError(group, option, "there is no such option;", remedy)
@@ -80,7 +80,7 @@ def _other_key(key: str, chosen: Collection[str]) -> str:
         chosen: the keys of the option that is chosen in its config group; empty if they are not known.
     """
     group, _, name = key.partition(".")
-    keys = {option: option_keys(group, option) for option in groups().get(group, [])}
+    keys = option_keys(group)
     if not keys:
         return type_instead(key) or did_you_mean(group, root_keys())
     if owners := [f"{group}={option}" for option, names in keys.items() if name in names]:

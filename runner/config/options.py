@@ -16,11 +16,6 @@ _PACKAGE = Path(__file__).parent.parent
 CONF = next(path for path in (_PACKAGE / "conf", _PACKAGE.parent / "conf") if path.is_dir())
 
 
-def groups() -> dict[str, list[str]]:
-    """Return a dict from each config group to the names of its options."""
-    return {group: list(files) for group, files in option_files().items()}
-
-
 def option_files(*more: Path) -> dict[str, dict[str, Path]]:
     """Return the option files in conf/ and then in `more`: for each group, a dict from option names to paths.
 
@@ -48,9 +43,9 @@ def root_keys() -> set[str]:
     return {*groups_in_defaults(), *map(str, OmegaConf.load(CONF / "config.yaml"))} - {"defaults", "hydra"}
 
 
-def option_keys(group: str, option: str) -> list[str]:
-    """Return the keys of `option` in the config group `group`, including inherited keys."""
-    return [key for key in option_contents(group)[option] if key not in ("_target_", "hydra")]
+def option_keys(group: str) -> dict[str, set[str]]:
+    """Return the keys of each option of a config group, including inherited keys."""
+    return {option: {*values} - {"_target_", "hydra"} for option, values in option_contents(group).items()}
 
 
 def option_name(group: str, node: Mapping[str, Any]) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from runner.config.errors import ABSENT, ConfigError
-from runner.config.options import groups, groups_in_defaults, root_keys
+from runner.config.options import groups_in_defaults, option_files, root_keys
 from runner.config.other_names import type_instead
 
 LOCATION_KEYS = ("name", "output_root", "resume")
@@ -81,8 +81,8 @@ def checked_override(word: str) -> str:
     """
     match = _OVERRIDE.fullmatch(word)
     if not match and not _DELETION.fullmatch(word):
-        examples = [f"{word}={option}" for option in groups().get(word, [])]
-        examples = examples or [f"{group}={word}" for group, options in groups().items() if word in options]
+        examples = [f"{word}={option}" for option in option_files().get(word, [])]
+        examples = examples or [f"{group}={word}" for group, files in option_files().items() if word in files]
         examples = [f"workload={word}"] if word.endswith(".py") else examples
         why = "it is a path" if os.path.exists(word) else "there is no such key or run"
         why = "it has no value" if word.partition(".")[0] in root_keys() else why

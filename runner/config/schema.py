@@ -43,31 +43,24 @@ def build(node: Mapping[str, Any], base: type[Component], key: str, **parts: obj
     with errors_under(key):
         cls = load_class(node.pop("_target_", None), base)
         values = typed_values(cls, node)
-        component = cls(**values, **{name: parts[name] for name in component_fields(cls)})
-        defaults = {field.name: field.default for field in _init_fields(cls)}
-        for name, value in values.items():
-            if value == "" and defaults[name] != "":  # no `check`: finding the file with the comments takes 10 ms
-                raise ConfigError(name, value, "it must be a text that is not empty", see_comments(cls))
-        return component
+        return cls(**values, **{name: parts[name] for name in component_fields(cls)})
 
 
 def component_fields(cls: type) -> list[str]:
     """Return the names of the fields of `cls` that hold other components, such as `optimizer`."""
-    hints = field_types(cls)
-    return [field.name for field in _init_fields(cls) if dataclasses.is_dataclass(hints[field.name])]
+    return [name for name, hint in field_types(cls).items() if dataclasses.is_dataclass(hint)]
 
 
 def option_fields(cls: type) -> list[str]:
     """Return the names of the fields of the component class `cls` that are options in its YAML file."""
-    parts = component_fields(cls)
-    return [field.name for field in _init_fields(cls) if field.name not in parts]
+    return [name for name, hint in field_types(cls).items() if not dataclasses.is_dataclass(hint)]
 
 
 @cache
 def field_types(cls: type) -> Mapping[str, Any]:
     """Return the type of each field of the component class `cls`, by field name."""
     # `typing.get_type_hints` would evaluate all annotations, including those that only a type checker can resolve.
-    names = {field.name for field in _init_fields(cls)}
+    names = {field.name for field in dataclasses.fields(cls) if field.init}
     types = {}
     for base in reversed(cls.__mro__):
         scope = vars(sys.modules[base.__module__])
@@ -120,18 +113,16 @@ def typed_values(cls: type, node: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: for an unknown key, a wrong type, a missing value, or an environment variable that is not set.
     """
-    given, hints, values = checked_values(cls, node), field_types(cls), {}
-    for field in _init_fields(cls):
-        name, hint = field.name, hints[field.name]
-        if name not in option_fields(cls):
-            continue
-        if name in given:
-            value = given[name]
-        else:
-            value = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    given, values = checked_values(cls, node), {}
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    for name in option_fields(cls):
+        default, factory = fields[name].default, fields[name].default_factory
+        value = given[name] if name in given else default if factory is dataclasses.MISSING else factory()
         if value in ("???", dataclasses.MISSING):
             raise ConfigError(name, ABSENT, "it has no value", f"give it one; {see_comments(cls)}")
-        values[name] = _resolved(name, value, hint) if "${" in str(value) else value
+        values[name] = _resolved(name, value, field_types(cls)[name]) if "${" in str(value) else value
+        if values[name] == "" and default != "":
+            raise ConfigError(name, value, "it must be a text that is not empty", see_comments(cls))
     return values
 
 
@@ -213,7 +204,3 @@ def _resolved(name: str, value: Any, hint: Any) -> Any:
     except (ValueError, OverflowError):  # whose message may have the value
         pass
     raise ConfigError(name, value, why, f"it must be {_in_words(hint)}")
-
-
-def _init_fields(cls: type) -> list[dataclasses.Field]:
-    return [field for field in dataclasses.fields(cls) if field.init]

@@ -202,8 +202,6 @@ def _locked(path: Path) -> IO[str] | None:
 def _check_named(run: Run, session: Session, path: Path, source: str) -> None:
     checkpoint = named_checkpoint(source)
     saved = saved_config(checkpoint or path)
-    for reason in saved.unreadable:  # the console has it since the config was composed, before there was a log file
-        log.debug("%s; the config is read from %s", reason, saved.file)
     if checkpoint is not None and (not checkpoint.is_dir() or run_directory.step_of(checkpoint) is None):
         names = ", ".join(each.name for each in saved_run.checkpoints(path))
         remedy = f"choose from: {names}" if names else "it has none: resume its run directory, or start a new run"

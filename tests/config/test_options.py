@@ -15,7 +15,7 @@ from helpers.compose import build_composed_run, compose_config, option_content, 
 
 from runner.config.composition import Composer
 from runner.config.errors import ConfigError
-from runner.config.options import CONF, groups
+from runner.config.options import CONF, option_files
 from runner.config.schema import build, load_class, option_fields, typed_values
 from runner.run import CONFIG_GROUPS, WORKLOAD_INPUTS, Run, build_run
 from runner.sweeps.engines.base import Engine
@@ -69,7 +69,8 @@ if accelerator_type() == "mps":
 FILES = sorted(CONF.glob("*/[!_]*.yaml"))
 INHERITED = sorted(CONF.glob("*/_*.yaml"))
 # Experiments and local files are not combined with other options, because they set keys of the whole config.
-CROSSED = {group: options for group, options in groups().items() if group not in ("experiment", "local")}
+GROUPS = {group: list(files) for group, files in option_files().items()}
+CROSSED = {group: options for group, options in GROUPS.items() if group not in ("experiment", "local")}
 for package, game in (("ale_py", "atari"), ("minatar", "minatar")):
     CROSSED["env"].remove(game)  # games need networks for images, which other environments refuse
     if find_spec(package) is None:
@@ -144,7 +145,7 @@ def test_an_option_of_a_package_that_is_not_installed_names_its_extra():
     assert refused.value.remedy == "pip install timm"
 
 
-ALONE = CROSSED | {group: groups()[group] for group in ("experiment", "local") if group in groups()}
+ALONE = CROSSED | {group: GROUPS[group] for group in ("experiment", "local") if group in GROUPS}
 
 
 @pytest.mark.parametrize("option", [f"{group}={name}" for group, names in ALONE.items() for name in names])
@@ -207,7 +208,7 @@ def test_an_option_file_begins_with_a_command_that_uses_it_and_a_sentence(path):
 
 def test_hydra_composes_each_option_of_a_component_as_its_file_lists_it():
     """This is how `compose_config` composes them, to save time."""
-    listed = {group: names for group, names in groups().items() if group in {*CONFIG_GROUPS, "model", "data", "env"}}
+    listed = {group: names for group, names in GROUPS.items() if group in {*CONFIG_GROUPS, "model", "data", "env"}}
     for number in range(max(map(len, listed.values()))):
         row = {group: names[number % len(names)] for group, names in listed.items()}
         composed = Composer().run([f"{group}={name}" for group, name in row.items()]).config
@@ -269,11 +270,11 @@ def test_the_root_config_lists_every_scalar_and_every_group():
     assert_typed(scalars, typed_values(Run, scalars))
     assert defaults[0] == "_self_", "or the root would override what an experiment chooses"
     chosen = {group: option for entry in defaults[1:] for group, option in entry.items()}
-    assert set(groups()) <= {group.split()[-1] for group in chosen}
+    assert set(GROUPS) <= {group.split()[-1] for group in chosen}
     for group, option in chosen.items():
         assert option is None or isinstance(option, str), f"{group}: {option} must be quoted"
-        if group in groups() and option is not None:
-            assert option in groups()[group]
+        if group in GROUPS and option is not None:
+            assert option in GROUPS[group]
 
 
 @pytest.mark.cases(

@@ -4,7 +4,7 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from runner.config.errors import ConfigError
-from runner.config.options import CONF, groups, root_keys
+from runner.config.options import CONF, option_files, root_keys
 from runner.config.other_names import NAMES, type_instead
 from runner.config.overrides import checked_override, quoted, resumed, text_override
 
@@ -89,8 +89,8 @@ def test_a_tilde_at_the_beginning_of_a_path_is_expanded(monkeypatch):
 
 
 def test_groups_are_the_folders_of_conf_with_numeric_options_in_order():
-    assert groups()["accumulation"] == ["1", "2", "4", "8", "16", "auto"]
-    assert set(groups()) == {path.parent.name for path in CONF.glob("*/*.yaml")}
+    assert [*option_files()["accumulation"]] == ["1", "2", "4", "8", "16", "auto"]
+    assert set(option_files()) == {path.parent.name for path in CONF.glob("*/*.yaml")}
 
 
 @pytest.mark.parametrize("prefix", ["", "+", "++"])

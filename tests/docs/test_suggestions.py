@@ -16,7 +16,7 @@ from helpers.command import ROOT, run_command
 from helpers.compose import TINY_CPU
 
 from runner.commands import COMMANDS
-from runner.config.options import groups, option_keys, root_keys
+from runner.config.options import option_files, option_keys, root_keys
 from runner.config.other_names import NAMES
 from runner.config.overrides import text_override
 
@@ -52,14 +52,12 @@ def test_pip_installs_packages_that_are_extras_of_this_one():
 
 def test_messages_name_keys_and_options_that_exist():
     wrong = []
-    known = {
-        group: {key for option in names for key in option_keys(group, option)} for group, names in groups().items()
-    }
+    known = {group: set().union(*option_keys(group).values()) for group in option_files()}
     for path, texts in {**messages(), "names of other libraries": list(NAMES)}.items():
         for group, key, value in re.findall(
             r"(?<![\w./-])([a-z_]+)((?:\.[a-z_]+)*)=([\w\[]*(?:\.py)?)", "\n".join(texts)
         ):
-            options = groups().get(group, [])
+            options = option_files().get(group, {})
             if key and options:
                 is_wrong = key[1:].partition(".")[0] not in known[group]
             else:

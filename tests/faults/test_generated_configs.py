@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from runner.commands.train import main as run_command
 from runner.config.errors import WIDTH
-from runner.config.options import groups, groups_in_defaults, option_keys, root_keys
+from runner.config.options import groups_in_defaults, option_files, option_keys, root_keys
 from runner.result import Result
 from runner.system.secrets import printable
 
@@ -78,10 +78,10 @@ def assert_built_or_refused(result: Outcome, keys: set[str]) -> None:
         assert any(part in result.err for part in named), f"none of {keys}: {result.err}"
 
 
-OPTIONS = [f"{group}={option}" for group, options in groups().items() for option in options]
+OPTIONS = [f"{group}={option}" for group, files in option_files().items() for option in files]
 ROOT_KEYS = sorted(root_keys() - groups_in_defaults())
-KEYS = sorted({f"{group}.{key}" for group, names in groups().items() for o in names for key in option_keys(group, o)})
-OPTION_OF = {f"{g}.{key}": f"{g}={o}" for g, names in groups().items() for o in names for key in option_keys(g, o)}
+OPTION_OF = {f"{g}.{key}": f"{g}={o}" for g in option_files() for o, keys in option_keys(g).items() for key in keys}
+KEYS = sorted(OPTION_OF)
 """For each key of an option, an option that has it."""
 
 UNKNOWN = [
@@ -133,8 +133,8 @@ def command_lines(draw: st.DrawFn) -> list[str]:
         elif kind <= 5:
             words.append(f"{draw(PREFIXES)}{draw(st.sampled_from(ROOT_KEYS))}={draw(VALUES)}")
         elif kind == 6:
-            group = draw(st.sampled_from(sorted(groups())))
-            values = st.one_of(st.sampled_from(groups()[group]), VALUES)
+            group = draw(st.sampled_from(sorted(option_files())))
+            values = st.one_of(st.sampled_from([*option_files()[group]]), VALUES)
             words.append(f"{draw(PREFIXES)}{group}={draw(values)}")
         elif kind == 7:
             words.append(f"{draw(PREFIXES)}{draw(st.sampled_from(UNKNOWN))}={draw(VALUES)}")

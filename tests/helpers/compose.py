@@ -13,7 +13,7 @@ import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from runner.config.composition import Composer
-from runner.config.options import CONF, groups
+from runner.config.options import CONF, option_files
 from runner.config.overrides import quoted
 from runner.parallel.collectives import Collectives
 from runner.parallel.session import Session
@@ -29,7 +29,7 @@ def compose_config(*overrides: str) -> dict[str, Any]:
     return copy.deepcopy(_composed(overrides))
 
 
-GROUPS, SET_OTHERS = {*groups()}, ("debug=", "experiment=", "local=", "workload=")
+GROUPS, SET_OTHERS = {*option_files()}, ("debug=", "experiment=", "local=", "workload=")
 """The config groups, and those of them whose files also set keys of others."""
 
 

@@ -9,14 +9,14 @@ import pytest
 from helpers.compose import TINY_CPU, build_composed_run, compose_config, train_in
 from helpers.ranks import train_on_rank as train_in_rank
 
-from runner.config.options import groups
+from runner.config.options import option_files
 from runner.parallel.collectives import Collectives
 from runner.run import build_run
 from runner.training import train
 
 MODES = ("single", "dp", "ddp", "fsdp", "ensemble", "hogwild")
-PRECISIONS = sorted(groups()["precision"])
-ACCUMULATIONS = sorted({*groups()["accumulation"]} - {"auto"})  # `auto` becomes a number before a run begins
+PRECISIONS = sorted(option_files()["precision"])
+ACCUMULATIONS = sorted({*option_files()["accumulation"]} - {"auto"})  # `auto` becomes a number before a run begins
 OVERRIDES = (
     *TINY_CPU,
     "steps=2",
@@ -98,4 +98,4 @@ def train_all_together(
 
 def test_every_mode_is_in_the_matrix():
     """The modes that split the network are excepted; they are tested in tests/parallel/pipelining."""
-    assert set(groups()["parallel"]) - {"model", "pipeline"} == set(MODES)
+    assert set(option_files()["parallel"]) - {"model", "pipeline"} == set(MODES)

@@ -9,7 +9,7 @@ from helpers.compose import build_composed_run
 from torch import distributed
 from torch._subclasses import fake_tensor
 
-from runner.config.options import groups
+from runner.config.options import option_files
 from runner.system.fake_tensors import fake_process_group, fake_tensors
 
 
@@ -40,7 +40,7 @@ def test_collectives_of_a_fake_group_return_at_once_and_the_patches_of_torch_are
     assert torch.nn.Linear(2, 2).to(torch.float64).weight.any()
 
 
-@pytest.mark.parametrize("optimizer", groups()["optimizer"])
+@pytest.mark.parametrize("optimizer", option_files()["optimizer"])
 @pytest.mark.parametrize("fused", ["true", "false"])
 def test_optimizers_update_fake_tensors_without_creating_real_tensors(optimizer, fused, monkeypatch):
     def fail(_: Any, func: Any, *__: Any) -> None:
