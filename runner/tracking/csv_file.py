@@ -13,7 +13,7 @@ from runner.storage.files import read_regular
 from runner.storage.run_directory import storage_errors
 from runner.tracking.base import Tracker
 
-_MAX_BYTES = 500_000_000
+MAX_BYTES = 500_000_000
 """The maximum size of a file that a resumed run continues, in bytes: about a hundred curves of 100,000 points."""
 
 
@@ -27,7 +27,7 @@ class CsvFile(Tracker):
     def open(self, directory: Path, first_step: int) -> None:
         self._path, part = directory / "curves.csv", directory / "curves.csv.part"
         with storage_errors(self._path):
-            saved = read_regular(self._path, _MAX_BYTES) if os.path.lexists(self._path) else b""
+            saved = read_regular(self._path, MAX_BYTES) if os.path.lexists(self._path) else b""
             with part.open("wb") as out:
                 out.write(b"step,tag,value\r\n")
                 for line in io.BytesIO(saved):

@@ -108,12 +108,17 @@ def test_many_differing_keys_are_shown_in_one_column_without_broken_words(tmp_pa
     assert "optimizer.lr,schedule," in compared(capsys, tmp_path, "--csv")  # in CSV, each key has a column
 
 
-def test_seed_repeat_name_output_root_and_resume_do_not_separate_rows(tmp_path, capsys):
-    for i, seed in enumerate((0, 0, 1)):
+def test_seed_name_and_output_root_do_not_separate_rows_and_values_that_are_not_finite_are_left_out(tmp_path, capsys):
+    numbers = (0, math.nan, 0.5), (0, math.inf, 0.5), (1, math.inf, 0.8)
+    for i, (seed, best, last) in enumerate(numbers):
         keys = f"seed={seed}", f"name=n{i}", f"output_root=o{i}"
-        write_run_directory(tmp_path / f"{i}", *keys, **evaluation_entries(0.9, 0.8))
-    [row] = json.loads(compared(capsys, tmp_path, "--json"))["rows"]
-    assert (row["values"], row["runs"], row["seeds"]) == ({}, 3, 2)
+        write_run_directory(tmp_path / f"{i}", *keys, **evaluation_entries(best, last, seconds=math.inf))
+    (row,) = json.loads(compared(capsys, tmp_path, "--json"))["rows"]
+    assert row == {
+        "values": {}, "runs": 3, "seeds": 2,
+        "last": {"mean": pytest.approx(0.6), "std": pytest.approx(0.1 * math.sqrt(3))},
+        "steps": {"mean": 7, "std": 0}, "contrast": None, "directories": [str(tmp_path / f"{i}") for i in range(3)],
+    }  # fmt: skip
     assert "| 3 (2 seeds) |" in compared(capsys, tmp_path, "--markdown"), "a seed was run twice"
 
 
@@ -140,21 +145,13 @@ def test_csv_cells_that_look_like_formulas_are_escaped(tmp_path, capsys):
     assert (rows[0]["best =loss"], rows[0]["last =loss"]) == ("-0.5", "-1e-05")
 
 
-def test_rows_are_sorted_by_ascending_loss(tmp_path):
+def test_a_metric_may_be_named_by_its_last_part_and_losses_are_ascending(tmp_path):
     for lr, loss in ((1, 0.5), (2, 0.3), (3, 0.4)):
-        write_run_directory(
-            tmp_path / str(lr), f"optimizer.lr={lr}", **evaluation_entries(0.9, 0.9, metrics={"eval/loss": loss})
-        )
-    for name in ("eval/loss", "loss"):
-        comparison = Comparison([tmp_path], metric=name)
-        assert [row.values["optimizer.lr"] for row in comparison.rows] == [2, 3, 1]
-        assert (comparison.metric, comparison.measures) == ("eval/loss", [LAST, STEPS])
-
-
-def test_the_tag_that_was_taken_for_a_short_name_is_said(tmp_path):
-    metrics = {"train/loss": 0.1, "eval/loss": 0.2, "episode/return": 3.0, "eval/length": 4.0}
-    write_run_directory(tmp_path / "a", **evaluation_entries(0.9, 0.9, metrics=metrics))
+        metrics = {"train/loss": 0.1, "eval/loss": loss, "episode/return": 3.0, "eval/length": 4.0}
+        write_run_directory(tmp_path / str(lr), f"optimizer.lr={lr}", **evaluation_entries(0.9, 0.9, metrics=metrics))
     found = {name: Comparison([tmp_path], name) for name in ("loss", "train/loss", "return", "length")}
+    assert [row.values["optimizer.lr"] for row in found["loss"].rows] == [2, 3, 1]
+    assert found["loss"].measures == [LAST, STEPS]
     assert [each.metric for each in found.values()] == ["eval/loss", "train/loss", "episode/return", "eval/length"]
     assert "train/loss" in found["loss"].meant
     assert [bool(each.meant) for each in found.values()] == [True, False, True, True]
@@ -182,17 +179,6 @@ def test_options_are_shown_by_the_names_that_were_typed(tmp_path, capsys):
     table = json.loads(compared(capsys, tmp_path, "--json"))
     assert sorted(row["values"]["schedule"] for row in table["rows"]) == ["cosine", "mine", "onecycle"]
     assert table["keys"] == ["schedule"]
-
-
-def test_non_finite_values_are_left_out(tmp_path, capsys):
-    write_run_directory(tmp_path / "0", "seed=0", **evaluation_entries(math.nan, 0.5, seconds=math.inf))
-    write_run_directory(tmp_path / "1", "seed=1", **evaluation_entries(math.inf, 0.7))
-    (row,) = json.loads(compared(capsys, tmp_path, "--json"))["rows"]
-    assert row == {
-        "values": {}, "runs": 2, "seeds": 2,
-        "last": {"mean": pytest.approx(0.6), "std": pytest.approx(0.1 * math.sqrt(2))},
-        "steps": {"mean": 7, "std": 0}, "contrast": None, "directories": [str(tmp_path / "0"), str(tmp_path / "1")],
-    }  # fmt: skip
 
 
 def test_control_characters_are_escaped_and_symbolic_links_are_not_followed(sweep, capsys):
@@ -227,12 +213,9 @@ def test_invalid_paths_and_options_are_refused(arguments, why, sweep, monkeypatc
     assert printed.out == ""
 
 
-def test_a_sweep_with_only_refused_jobs_is_a_table_of_failures(tmp_path, capsys):
+def test_a_sweep_with_only_refused_jobs_is_a_table_of_failures_and_each_run_is_found_once(tmp_path, capsys):
     save_ledger(tmp_path, {"overrides": ["steps=x"], "directory": "000-steps=x", "state": "refused", "error": "steps"})
     assert "| 000-steps=x | refused |  | steps |" in compared(capsys, tmp_path, "--markdown").splitlines()
-
-
-def test_each_run_is_found_once_at_any_depth(tmp_path):
     run = write_run_directory(tmp_path / "a" / "b")
     write_run_directory(tmp_path / "c")
     assert [each.directory.name for each in find_runs([tmp_path, tmp_path / "a", run])] == ["b", "c"]

@@ -79,8 +79,7 @@ def test_at_most_five_percent_of_a_thousand_equals_are_called_different(is_paire
     assert found <= MOST_FALSE
 
 
-@pytest.mark.parametrize("is_best", [True, False])
-@pytest.mark.parametrize("rows", [3, 10])
+@pytest.mark.parametrize(("rows", "is_best"), [(3, True), (3, False), (10, True)])
 def test_at_most_five_percent_of_a_thousand_tables_of_equals_have_a_row_that_is_called_different(rows, is_best):
     random = numpy.random.default_rng(rows)
     found = 0
@@ -100,7 +99,7 @@ def test_corrections_are_those_of_the_literature():
     assert of_pairs == pytest.approx([0.12, 0.01, 0.12, 0.16])
 
 
-@pytest.mark.parametrize(("is_paired", "size"), [(True, 0.6), (True, 1.5), (False, 0.9), (False, 2.0)])
+@pytest.mark.parametrize(("is_paired", "size"), [(True, 0.6), (False, 2.0)])
 def test_the_seeds_needed_find_a_difference_of_that_size_as_often_as_predicted(is_paired, size):
     spread = numpy.array([-1.0, 0.0, 1.0])  # of standard deviation 1
     first = 0 if is_paired else UNRELATED
