@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import optuna
 from optuna.storages.journal import JournalFileBackend, JournalStorage
-from optuna.trial import FrozenTrial, TrialState
+from optuna.trial import TrialState
 
 from runner.config.errors import ConfigError, check, did_you_mean
 from runner.storage.files import read_regular, write_bytes
@@ -112,7 +112,7 @@ class Search(JobSource):
             words = frozen.user_attrs.get("overrides", [])  # those of the best one are printed and written
             check(self._space.contains(words), "resume", "auto", f"{ledger.path / STUDY} is damaged", _REMEDY)
             if not frozen.state.is_finished():  # an earlier command was stopped before its end
-                self._add(frozen)
+                self._add(optuna.Trial(self._study, frozen._trial_id), len(frozen.intermediate_values))
 
     @property
     def num_trials(self) -> int:
@@ -169,12 +169,8 @@ class Search(JobSource):
     def _num_asked(self) -> int:
         return len(self._study.get_trials(deepcopy=False))
 
-    def _add(self, trial: optuna.Trial | FrozenTrial) -> None:
+    def _add(self, trial: optuna.Trial, num_reported: int = 0) -> None:
         """Choose the values of a new trial, or of one that an earlier command began, and queue its jobs."""
-        num_reported = 0
-        if isinstance(trial, FrozenTrial):
-            num_reported = len(trial.intermediate_values)
-            trial = optuna.Trial(self._study, trial._trial_id)
         if self.options.search == "grid":
             assert self._space.combinations is not None
             overrides = self._space.combinations[trial.number]
@@ -183,9 +179,11 @@ class Search(JobSource):
         trial.set_user_attr("overrides", overrides)
         jobs: dict[int, Job] = {}
         for k in range(self.options.seeds):
-            words = overrides if self._seed is None else [*overrides, f"seed={self._seed + k}"]
-            number = trial.number * self.options.seeds + k
-            jobs[number] = self._plan(number, words)
+            number, seed = (
+                trial.number * self.options.seeds + k,
+                [] if self._seed is None else [f"seed={self._seed + k}"],
+            )
+            jobs[number] = self._plan(number, [*overrides, *seed])
         self._queue += jobs.values()
         events = [EventReader(job.directory, [self.objective.tag]) for job in jobs.values()]
         added = self._trials[trial.number] = Trial(trial, jobs, events, num_reported)

@@ -14,7 +14,7 @@ from unittest import mock
 
 import pytest
 from helpers.compose import TINY_CPU, build_composed_run, prepare_session
-from helpers.events import scalar_curves
+from helpers.events import MEASURED, scalar_curves
 from helpers.faults import RUN_ALL_FAULTS as ALL
 from helpers.power_loss import DiskRecorder, DiskState, minimal_states, possible_states, write_state
 from helpers.runs import assert_bitwise_equal, run_outcome
@@ -75,13 +75,10 @@ class Recorded:
         with mock.patch.object(Checkpoints, "save", saved):
             assert run_one(run, list(overrides)).status == "done"
         [path] = self.root.glob("outputs/a/*")
-        self.references[session] = Reference(run, found, compared(path), run_outcome(path) if run.keep else {})
+        self.references[session] = Reference(
+            run, found, scalar_curves(path, without=MEASURED), run_outcome(path) if run.keep else {}
+        )
         return path
-
-
-def compared(path: Path) -> dict[str, list[tuple[int, float]]]:
-    """The curves of a run, without times and memory."""
-    return {tag: points for tag, points in scalar_curves(path).items() if not tag.startswith(("time/", "memory/"))}
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +145,7 @@ def check_next_session(recorded: Recorded, mark: Mark, root: Path, number: int) 
         if found is not None:
             assert_content(found, reference)
             EventFile(path, step + 1).close()
-            logged = compared(path)
+            logged = scalar_curves(path)
             for tag, points in reference.curves.items():
                 before, wanted = ([each for each in of if each[0] <= step] for of in (logged.get(tag, []), points))
                 assert before == wanted, tag

@@ -21,9 +21,14 @@ def load_events(directory: Path) -> EventAccumulator:
         return EventAccumulator(str(directory), size_guidance=sizes).Reload()
 
 
-def scalar_curves(directory: Path) -> dict[str, list[tuple[int, float]]]:
+MEASURED = ("time/", "memory/")
+"""Prefixes of the tags of curves that no two runs have in common."""
+
+
+def scalar_curves(directory: Path, without: tuple[str, ...] = ()) -> dict[str, list[tuple[int, float]]]:
     read = load_events(directory)
-    return {tag: [(point.step, point.value) for point in read.Scalars(tag)] for tag in read.Tags()["scalars"]}
+    tags = [tag for tag in read.Tags()["scalars"] if not tag.startswith(without)]
+    return {tag: [(point.step, point.value) for point in read.Scalars(tag)] for tag in tags}
 
 
 def hparams_tab(root: Path) -> SimpleNamespace:

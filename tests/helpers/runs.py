@@ -12,7 +12,7 @@ from PIL import Image
 
 from helpers.command import processes_in
 from helpers.compose import TINY_CPU
-from helpers.events import load_events, scalar_curves
+from helpers.events import MEASURED, load_events, scalar_curves
 
 TWO_RANK_DDP = (*TINY_CPU, "parallel=ddp", "parallel.processes=2")
 
@@ -52,9 +52,7 @@ def run_outcome(path: Path) -> dict[str, Any]:
         "weights": safetensors.torch.load_file(newest / "model.safetensors"),
         "state": {key: state[key] for key in ("optimizer", "precision", "metrics", "best", "window")},
         "local": torch.load(newest / "rank_0.pt", weights_only=True),
-        "curves": {
-            tag: points for tag, points in scalar_curves(path).items() if not tag.startswith(("time/", "memory/"))
-        },
+        "curves": scalar_curves(path, without=MEASURED),
         "images": {t: [(i.step, i.encoded_image_string) for i in read.Images(t)] for t in read.Tags()["images"]},
     }
 
