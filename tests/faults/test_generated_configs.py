@@ -78,9 +78,10 @@ def assert_built_or_refused(result: Outcome, keys: set[str]) -> None:
         assert any(part in result.err for part in named), f"none of {keys}: {result.err}"
 
 
-OPTIONS = [f"{group}={option}" for group, files in option_files().items() for option in files]
+GROUPS = {group: [*files] for group, files in option_files().items()}
+OPTIONS = [f"{group}={option}" for group, options in GROUPS.items() for option in options]
 ROOT_KEYS = sorted(root_keys() - groups_in_defaults())
-OPTION_OF = {f"{g}.{key}": f"{g}={o}" for g in option_files() for o, keys in option_keys(g).items() for key in keys}
+OPTION_OF = {f"{g}.{key}": f"{g}={o}" for g in GROUPS for o, keys in option_keys(g).items() for key in keys}
 KEYS = sorted(OPTION_OF)
 """For each key of an option, an option that has it."""
 
@@ -133,8 +134,8 @@ def command_lines(draw: st.DrawFn) -> list[str]:
         elif kind <= 5:
             words.append(f"{draw(PREFIXES)}{draw(st.sampled_from(ROOT_KEYS))}={draw(VALUES)}")
         elif kind == 6:
-            group = draw(st.sampled_from(sorted(option_files())))
-            values = st.one_of(st.sampled_from([*option_files()[group]]), VALUES)
+            group = draw(st.sampled_from(sorted(GROUPS)))
+            values = st.one_of(st.sampled_from(GROUPS[group]), VALUES)
             words.append(f"{draw(PREFIXES)}{group}={draw(values)}")
         elif kind == 7:
             words.append(f"{draw(PREFIXES)}{draw(st.sampled_from(UNKNOWN))}={draw(VALUES)}")
@@ -178,7 +179,7 @@ PLAIN = st.one_of(st.none(), TEXTS.filter(str.isprintable), *NUMBERS_AND_LISTS)
 
 
 @st.composite
-def option_files(draw: st.DrawFn) -> bytes:
+def yaml_files(draw: st.DrawFn) -> bytes:
     """Draw the content of the option file `local/default.yaml`."""
     if draw(st.booleans()):
         content = draw(st.sampled_from(SNIPPETS)).encode()
@@ -194,7 +195,7 @@ def option_files(draw: st.DrawFn) -> bytes:
 
 
 @generated(FILES)
-@given(option_files())
+@given(yaml_files())
 def test_an_option_file_builds_a_run_or_is_refused_by_its_key_or_name(content):
     words = re.findall(r"[\w.]+", content.decode(errors="ignore"))
     assert_built_or_refused(outcome(["--config-dir=mine"], content), {"local", *words})
