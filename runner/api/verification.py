@@ -124,9 +124,9 @@ def verify(overrides: Sequence[str], steps: int = 3, *, config_dir: str | None =
             del tested[0], reference[0]
         compiled = ", once it is compiled, in each precision" * bool(tested[0].compile)
         print(f"training {steps} steps of this config{compiled}", file=sys.stderr, flush=True)
-        ours, called = first_steps(tested), [name for name in user_code.HOOKS if user_code.find(name) is not None]
+        ours, called = first_steps(tested), [*filter(user_code.find, user_code.Hooks._fields)]
         print("training the same steps on a single device", file=sys.stderr, flush=True)
-        without_hooks = replace(given, objects={**given.objects, **dict.fromkeys(user_code.HOOKS)})
+        without_hooks = replace(given, objects={**given.objects, **dict.fromkeys(user_code.Hooks._fields)})
         with user_code.using(without_hooks):
             theirs = first_steps(reference)
     pairs = [Pair(*each) for each in zip(ours, theirs, strict=True)]

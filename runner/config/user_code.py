@@ -27,14 +27,25 @@ from runner.config.overrides import hydra_quoted, override_key, override_value
 from runner.system.console import STOPPED
 
 log = logging.getLogger(__name__)
-HOOKS = {"after_step": 1, "after_evaluation": 2, "before_save": 1}
-"""The functions that the training loop calls, with their numbers of arguments (see `Hooks`)."""
-
-PARTS = ("model", "data", "loss", "metrics", *HOOKS)
-"""What a user may give: the arguments of `runner.train`, and names in a file."""
-
 _FILE = re.compile(r"([^:,]+\.py)(?::(\w+))?")
 _GROUPS = ("model", "data", "workload")
+
+
+class Hooks(NamedTuple):
+    """Functions of the user that the training loop calls on every rank; by default, they do nothing.
+
+    `after_step(state)` is called after each optimizer step, `after_evaluation(state, metrics)` with the metrics by tag,
+    and `before_save(state)` before each checkpoint. `state` is the `State` of the run: its methods `log`, `stop` and
+    `save_soon`, and its attributes `step`, `model`, `optimizer` and `metrics`, are made for them.
+    """
+
+    after_step: Callable[[Any], object] = lambda state: None
+    after_evaluation: Callable[[Any, Mapping[str, float]], object] = lambda state, metrics: None
+    before_save: Callable[[Any], object] = lambda state: None
+
+
+PARTS = ("model", "data", "loss", "metrics", *Hooks._fields)
+"""What a user may give: the arguments of `runner.train`, and names in a file."""
 
 
 class File(NamedTuple):
@@ -242,28 +253,15 @@ def errors_of(part: str) -> Iterator[None]:
         raise ConfigError(part, given, f"it raises {described(error)}", "correct it") from error
 
 
-class Hooks(NamedTuple):
-    """Functions of the user that the training loop calls on every rank; by default, they do nothing.
-
-    `after_step(state)` is called after each optimizer step, `after_evaluation(state, metrics)` with the metrics by tag,
-    and `before_save(state)` before each checkpoint. `state` is the `State` of the run: its methods `log`, `stop` and
-    `save_soon`, and its attributes `step`, `model`, `optimizer` and `metrics`, are made for them.
-    """
-
-    after_step: Callable[[Any], object] = lambda state: None
-    after_evaluation: Callable[[Any, Mapping[str, float]], object] = lambda state, metrics: None
-    before_save: Callable[[Any], object] = lambda state: None
-
-
 def hooks() -> Hooks:
     """Return the hooks that are given.
 
     Raises:
         ConfigError: if one is not a function of these arguments.
     """
-    found = {name: hook for name in HOOKS if (hook := find(name)) is not None}
+    found = {name: hook for name in Hooks._fields if (hook := find(name)) is not None}
     for name, hook in found.items():
-        arguments = ("state", "metrics")[: HOOKS[name]]
+        arguments = [*inspect.signature(Hooks._field_defaults[name]).parameters]
         try:
             inspect.signature(hook).bind(*arguments)
         except (TypeError, ValueError):  # ValueError: of a function in C, whose arguments are not known

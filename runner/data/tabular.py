@@ -240,12 +240,9 @@ def read_csv(path: Path, inputs: Sequence[str], targets: Sequence[str], delimite
     if len(wrong):
         row, column = wrong[0]
         where = f"line {chosen.index[row]}, column {chosen.columns[column]}"
-        cell, remedy = (
-            chosen.iloc[row, column],
-            "replace it, leave the line out, or choose data.inputs and data.targets",
-        )
-        if "," in cell:
-            remedy = "write numbers with a decimal point, and without commas: 1234.5"
+        cell, remedy = chosen.iloc[row, column], "write numbers with a decimal point, and without commas: 1234.5"
+        if "," not in cell:
+            remedy = "replace it, leave the line out, or choose data.inputs and data.targets"
         raise refuse(f"{where}: {cell!r} is not a finite number in float32", remedy)
     values, count = torch.from_numpy(table), len(inputs)
     return Table(values[:, :count].contiguous(), values[:, count:].contiguous(), targets, inputs)

@@ -231,7 +231,5 @@ def check_names(key: str, names: Iterable[str], table: Mapping[str, Named], task
     """Refuse `names` that are not in `table`, the metrics of `task`, or any if torchmetrics is not installed."""
     for name in names:
         if name not in table:
-            other = name in OF_CLASSES or name in OF_NUMBERS
-            why = f"{name} is not a metric of {task};" if other else "there is no metric of this name;"
-            raise ConfigError(key, list(names), why, did_you_mean(name, table))
+            raise ConfigError(key, list(names), f"{name} is not a metric of {task};", did_you_mean(name, table))
         check(is_installed("torchmetrics"), key, name, "torchmetrics is not installed", "pip install torchmetrics")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -268,16 +269,16 @@ class Same(Net):
 
 def test_another_network_than_that_of_the_checkpoint_is_named():
     path = train(SHORT).directory
-    for mode in ([], ["parallel=ddp"], ["parallel=fsdp"], ["parallel=pipeline"]):
-        for use in (
-            lambda words: runner.load(path, model=Wide, data=TENSORS).evaluate("last", words),
-            lambda words: train([f"resume={path}", "steps=7", *words], model=Wide),
-        ):
-            with pytest.raises(runner.ConfigError) as refused:
-                use(mode)
-            assert refused.value.key == "model", refused.value
-            assert "Wide" in str(refused.value.got)
-            assert "first.weight" in refused.value.why
+    run = runner.load(path, model=Wide, data=TENSORS)
+    for use in (
+        lambda: train([f"resume={path}", "steps=7"], model=Wide),
+        *(partial(run.evaluate, "last", [f"parallel={mode}"]) for mode in ("single", "ddp", "fsdp", "pipeline")),
+    ):
+        with pytest.raises(runner.ConfigError) as refused:
+            use()
+        assert refused.value.key == "model", refused.value
+        assert "Wide" in str(refused.value.got)
+        assert "first.weight" in refused.value.why
 
 
 def test_a_resume_says_which_code_has_another_name_or_source(capsys, tmp_path):

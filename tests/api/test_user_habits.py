@@ -1,6 +1,7 @@
 """Tests of what users bring: data and outputs in many forms, metrics, and mistakes, which are refused or located."""
 
 import inspect
+import itertools
 import json
 import subprocess
 import sys
@@ -34,8 +35,11 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import ConcatDataset, DataLoader
 
 import runner
+from runner.batching import Plan
 from runner.config.errors import ConfigError
 from runner.config.user_code import find, passed, using
+from runner.data.base import Batch
+from runner.data.user import UserData
 from runner.system.import_path import python_path
 
 SHORT = ["device=cpu", "device.threads=1", "optimizer=sgd", "optimizer.lr=0.05", "batch_size=12", "log_every=1"]
@@ -62,15 +66,24 @@ def trained(*words: str, model: Any = Net, data: Any = TENSORS, **more: Any) -> 
     return result, weights_at(result.directory, result.steps)
 
 
+def batches(data: Any) -> list[Batch]:
+    with using(passed(data=data)):
+        train, held_out = UserData().load()
+    stream = train.batches(Plan(12).stream(0), 0, torch.device("cpu"))
+    return [*itertools.islice(stream, 7), *held_out.in_order(8, (0, 1), torch.device("cpu"))]
+
+
 def test_forms_and_types_of_data_do_not_change_the_result():
-    wanted, arrays = trained()[1], [tuple(tensor.numpy() for tensor in each.tensors) for each in TENSORS]
+    wanted, arrays = batches(TENSORS), tuple(tuple(tensor.numpy() for tensor in each.tensors) for each in TENSORS)
     pairs = tuple(list(zip(*each.tensors, strict=True)) for each in TENSORS)
     frames = tuple((pandas.DataFrame(x.astype(np.float64)), pandas.Series(y)) for x, y in arrays)
     small = tuple((x, y.astype(np.int32)) for x, y in arrays)
     joined = tuple(ConcatDataset([each]) for each in TENSORS)
-    for data in (pairs, tuple(arrays), [*map(Plain, pairs)], lambda: TENSORS, frames, small, joined):
-        assert largest_difference(trained(data=data)[1], wanted) == 0
-    assert largest_difference(trained(data=small, loss=nn.CrossEntropyLoss())[1], wanted) < 1e-6
+    for data in (pairs, arrays, [*map(Plain, pairs)], lambda: TENSORS, frames, small, joined):
+        for ours, theirs in zip(batches(data), wanted, strict=True):
+            assert ours.inputs.equal(theirs.inputs)
+            assert ours.targets.equal(theirs.targets)
+    assert largest_difference(trained(data=small, loss=nn.CrossEntropyLoss())[1], trained()[1]) < 1e-6
     two, as_ints = (tuple((x, (y > 0).astype(kind)) for x, y in arrays) for kind in (bool, np.int64))
     assert largest_difference(trained(data=two)[1], trained(data=as_ints)[1]) == 0
 

@@ -122,14 +122,14 @@ def read_with_workers(what: str) -> None:
     """Read with two workers, and print their process ids after the first item.
 
     Args:
-        what: a folder of images, which are read; or `endless` or `exit`, after the second item, to read numbers.
+        what: a folder of images, which are read; or `endless`, to read numbers.
     """
     import torch
 
     from runner.data.imagefolder import ImageFolder
     from runner.data.workers import Workers
 
-    if what in ("exit", "endless"):
+    if what == "endless":
         results = Workers(2).map(Echo(), itertools.count())
     else:
         _, held_out = ImageFolder(what, workers=2, size=8).load()
@@ -137,15 +137,15 @@ def read_with_workers(what: str) -> None:
     next(results)
     print(*(process.pid for process in multiprocessing.active_children()), flush=True)
     for _ in results:
-        if what == "exit":
-            sys.exit(0)
+        pass
     sys.stdin.readline()
 
 
 def read_megabytes(count: str, *options: str) -> None:
     """For each of `options`, mount /dev/shm with it, read batches of 1 MB with two new workers, and print the outcome.
 
-    The outcome is how many batches were read, or the error.
+    The outcome is how many batches were read, or the error. The process exits while it reads with two more workers,
+    whose ids it prints.
     """
     from runner.data.base import DataError
     from runner.data.workers import Workers
@@ -161,6 +161,9 @@ def read_megabytes(count: str, *options: str) -> None:
             else:
                 assert read == [*range(len(read))]
                 print(len(read))
+    for _ in Workers(2).map(Echo(), itertools.count()):
+        print("workers", *(process.pid for process in multiprocessing.active_children()))
+        sys.exit(0)
 
 
 def create_run_directories(root: Path, begin: float) -> list[str]:
