@@ -150,14 +150,11 @@ class UserWorkload(DataWorkload[Samples]):
         if not half or not isinstance(outputs, torch.Tensor):
             return
         self._mean_is_checked = True
-        whole, *parts = (
-            float(self.criterion(outputs[rows], targets[rows])) for rows in (slice(n), slice(half), slice(half, n))
-        )
-        mean = (half * parts[0] + (n - half) * parts[1]) / n
+        rows = slice(n), slice(half), slice(half, n)
+        whole, first, second = (float(self.criterion(outputs[part], targets[part])) for part in rows)
+        mean = (half * first + (n - half) * second) / n
         if math.isfinite(whole) and math.isfinite(mean) and not math.isclose(whole, mean, rel_tol=1e-4, abs_tol=1e-7):
-            text = (
-                "the loss of %d samples is %.6g, but the mean over its halves %.6g: it is not a mean over samples, and "
-            )
+            text = "the loss of %d samples is %.6g, but the mean over its halves %.6g: it is no mean over samples, and "
             text += "accumulation or several processes change it (with class weights: divide by the number of samples)"
             log.warning(text, n, whole, mean)
 
