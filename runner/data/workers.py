@@ -19,7 +19,7 @@ import torch
 from runner.config import user_code
 from runner.data.base import DataError
 from runner.system.cpu import cores_per_process
-from runner.system.forkserver import METHOD, start_server, without_main_module
+from runner.system.forkserver import start_server, without_main_module
 from runner.system.torch_errors import is_out_of_shared_memory
 
 _POLL, _SECONDS_TO_END = 0.5, 1.0
@@ -76,7 +76,7 @@ class Workers:
         try:
             if self._pool is None:
                 start_worker_server()
-                context = multiprocessing.get_context(METHOD)
+                context = multiprocessing.get_context("forkserver")
                 packed = user_code.pack(self._functions) if self._functions else b""
                 self._pool = ProcessPoolExecutor(self.count, context, _begin_worker, (packed,))
             with without_main_module():  # a worker may be started here

@@ -23,7 +23,7 @@ from gymnasium.wrappers import FlattenObservation
 from runner.config.errors import ConfigError, check
 from runner.env import MAX_ENVS, EnvironmentBrokenError
 from runner.storage.value_checks import check_like
-from runner.system.forkserver import METHOD, start_server, without_main_module
+from runner.system.forkserver import start_server, without_main_module
 from runner.system.signals import STOP_SIGNALS
 
 _UNBOUNDED = 1e6
@@ -154,7 +154,7 @@ def make(
     start_server(*_PRELOADED)
     wrappers.append(partial(_with_default_signals, parent=os.getpid()))
     with without_main_module():
-        return gymnasium.make_vec(spec, num_envs, mode, {"context": METHOD}, wrappers=wrappers, **options)
+        return gymnasium.make_vec(spec, num_envs, mode, {"context": "forkserver"}, wrappers=wrappers, **options)
 
 
 def _with_default_signals(env: gymnasium.Env, parent: int) -> gymnasium.Env:

@@ -23,7 +23,7 @@ from runner.parallel.launch.supervisor import RankError
 from runner.result import Result
 from runner.run import build_run
 from runner.system import memory, torch_errors
-from runner.system.forkserver import METHOD, become_command, start_server, without_main_module
+from runner.system.forkserver import become_command, start_server, without_main_module
 from runner.training import prepare, step_function, torch_refusals
 
 BURST_SECONDS = 0.4
@@ -71,8 +71,7 @@ class Trial:
             config["parallel"] = config["parallel"] | {"timeout": _PATIENT}
         self._directory = tempfile.TemporaryDirectory(prefix="runner-trial-", ignore_cleanup_errors=True)
         self._connection, remote = Pipe()
-        context: Any = get_context(METHOD)
-        self._process = context.Process(
+        self._process = get_context("forkserver").Process(
             target=_run_trial, args=(config, self._directory.name, remote, user_code.packed())
         )
         with without_main_module():

@@ -92,28 +92,23 @@ def create(parent: Path, name: str | None = None, overrides: Iterable[str] = (),
         raise ConfigError(key, str(parent), "its path is not UTF-8", "choose another with output_root=DIR") from None
     for _ in range(10):
         directory = parent / (name or unique_name(overrides))
+        existing = nearest_existing(directory)
         try:
-            _make(directory)
-            return directory.resolve()
+            directory.mkdir(parents=True)
+            for folder in directory.absolute().parents:  # a power loss could remove the new ones
+                with suppress(PermissionError):  # a directory that may be written to, but not read
+                    sync(folder)
+                if folder == existing:
+                    return directory.resolve()
         except OSError as error:
             why = str(error.strerror)
             if not isinstance(error, FileExistsError | FileNotFoundError):
+                remove_empty(nearest_existing(directory), existing)
                 break  # otherwise, it exists, or another process has removed an empty parent: try another name
     got, remedy = parent, "choose another with output_root=DIR"
     if key != "output_root":
         got, remedy = directory, "name another one; resume=auto continues the run in it"
     raise ConfigError(key, str(got), f"a run directory cannot be created there ({why})", remedy)
-
-
-def _make(directory: Path) -> None:
-    """Create `directory` and its missing parents, and flush their entries to disk: a power loss could remove them."""
-    existing = nearest_existing(directory)
-    directory.mkdir(parents=True)
-    for folder in directory.absolute().parents:
-        with suppress(PermissionError):  # a directory that may be written to, but not read
-            sync(folder)
-        if folder == existing:
-            return
 
 
 def nearest_existing(path: Path) -> Path:

@@ -19,8 +19,6 @@ from typing import Any
 from runner.system.import_path import python_path
 from runner.system.signals import STOP_SIGNALS
 
-METHOD = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
-
 
 def start_server(module: str, *modules: str) -> None:
     """Unless the fork server is already running, start it, and let it import the modules in the background.
@@ -28,8 +26,6 @@ def start_server(module: str, *modules: str) -> None:
     Its children start with stop signals blocked: Ctrl-C reaches the whole process group, but only the main process
     should handle it, and then stop the children.
     """
-    if METHOD != "forkserver":
-        return
     from multiprocessing import forkserver, resource_tracker, util
     from unittest.mock import patch
 
@@ -104,8 +100,7 @@ def show_name(name: str) -> None:
 def run_in_child(function: Callable[..., object], *arguments: Any) -> None:
     """Call `function(*arguments)` in a child of the fork server, which prints any error, and wait until it exits."""
     start_server(function.__module__)
-    context: Any = multiprocessing.get_context(METHOD)
-    process = context.Process(target=function, args=arguments)
+    process = multiprocessing.get_context("forkserver").Process(target=function, args=arguments)
     with without_main_module():
         process.start()
     process.join()

@@ -7,7 +7,7 @@ import gc
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -40,11 +40,9 @@ def reset_peak(device: torch.device) -> None:
     if device.type not in ("cpu", "mps"):
         torch.accelerator.empty_cache()
         torch.accelerator.reset_peak_memory_stats(device)
-    elif sys.platform == "linux":
-        try:
+    elif device.type == "cpu":
+        with suppress(OSError):  # not allowed in some containers, where the peak then counts from the process's start
             (_PROC / "clear_refs").write_text("5")  # proc(5): resets VmHWM
-        except OSError:  # not allowed in some containers, where the peak is then counted from the process's start
-            return
 
 
 def host_memory() -> dict[str, int | None]:
@@ -117,10 +115,6 @@ def freed_memory_kept() -> Iterator[None]:
 
 
 def _glibc() -> ctypes.CDLL | None:
-    if {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"} & os.environ.keys():
-        return None
-    try:
-        libc = ctypes.CDLL(None)
-    except (OSError, TypeError):  # on Windows
-        return None
-    return libc if hasattr(libc, "gnu_get_libc_version") else None
+    chosen = {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"} & os.environ.keys()
+    libc = ctypes.CDLL(None)
+    return libc if hasattr(libc, "gnu_get_libc_version") and not chosen else None

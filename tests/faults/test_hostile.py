@@ -200,6 +200,7 @@ RUNS: dict[str, Callable[[Sandbox], object]] = {
     "result: a link": lambda box: box.link("result.json", box.secret),
     "events: a link": lambda box: box.link("events.out.tfevents.9999999999", box.victim),
     "checkpoint: a link": lambda box: replaced_by_a_link(box.checkpoint),
+    "all checkpoints: a link": lambda box: replaced_by_a_link(box.path / "checkpoints"),
     "the run: a link": lambda box: replaced_by_a_link(box.path),
     "a pipe": lambda box: os.mkfifo(box.path / "log_rank_1.txt"),
     "a socket": socket_in_it,

@@ -3,6 +3,7 @@
 import copy
 import hashlib
 import json
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,19 @@ def sealed_config(content: bytes) -> bytes:
     """Return the text of a saved config with the comment that has its SHA-256, whatever the text is."""
     text = content + b"\n"
     return text + f"# sha256 of the lines above: {hashlib.sha256(text).hexdigest()}\n".encode()
+
+
+def rewrite_archive(
+    source: Path,
+    target: Path,
+    change: Callable[[str, bytes], bytes] = lambda _, data: data,
+    compression: int = 0,
+    pickle_name: str = "data.pkl",
+) -> None:
+    """Copy the archive `source` to `target`, and replace the content of each entry by `change(name, content)`."""
+    with zipfile.ZipFile(source) as archive, zipfile.ZipFile(target, "w", compression) as out:
+        for name in archive.namelist():
+            out.writestr(name.replace("data.pkl", pickle_name), change(name, archive.read(name)))
 
 
 def sha256(file: Path) -> str:

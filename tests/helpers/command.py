@@ -47,15 +47,6 @@ def start_in_new_interpreter(*arguments: str, cwd: Path, **options: Any) -> subp
     return subprocess.Popen(words, cwd=cwd, **(usual | options))
 
 
-def run_in_new_interpreter(
-    *arguments: str, cwd: Path, timeout: float = TIMEOUT_SECONDS
-) -> subprocess.CompletedProcess[str]:
-    """Run `python -m runner ARGUMENTS` in a fresh interpreter in `cwd` to its end."""
-    process = start_in_new_interpreter(*arguments, cwd=cwd)
-    out, err = process.communicate(timeout=timeout)
-    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
-
-
 @functools.cache
 def command_server(kind: str) -> tuple[Any, Any]:
     """Return the input and output of the server of a kind, which is started when it is first asked for."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -49,24 +50,16 @@ class FakeStream:
     def __exit__(self, *_: object) -> None:
         self.cuda.active = self.before
 
-    def record_event(self) -> FakeEvent:
-        self.cuda.num_events += 1
-        self.cuda.calls.append(("record", self.name, self.cuda.num_events))
-        return FakeEvent(self.cuda, self.cuda.num_events)
+    def record_event(self) -> SimpleNamespace:
+        self.cuda.num_events = number = self.cuda.num_events + 1
+        self.cuda.calls.append(("record", self.name, number))
+        return SimpleNamespace(number=number, query=lambda: number in self.cuda.finished)
 
-    def wait_event(self, event: FakeEvent) -> None:
+    def wait_event(self, event: SimpleNamespace) -> None:
         self.cuda.calls.append(("wait", self.name, event.number))
 
     def synchronize(self) -> None:
         self.cuda.calls.append(("synchronize", self.name))
-
-
-class FakeEvent:
-    def __init__(self, cuda: FakeCuda, number: int):
-        self.cuda, self.number = cuda, number
-
-    def query(self) -> bool:
-        return self.number in self.cuda.finished
 
 
 class FakeTensor:

@@ -14,22 +14,16 @@ from helpers.runs import held_resources, listening_inodes, newest_checkpoint, ru
 from runner.storage.checkpoint import load
 from runner.storage.manifest import verified_manifest
 
-COMPUTED_RESULT_KEYS = ("status", "steps", "metrics", "best")
-"""The entries of `result.json` that a run computes; the others are times, memory, and how it was started."""
-
-MEASURED_TAG_PREFIX = "pipeline/"
-"""Prefix of tags of measured times, in addition to `time/` and `memory/`."""
-
 
 def run_results(run: Path) -> dict[str, Any]:
-    """All computed results that the run directory `run` contains, without times and memory."""
+    """Return all computed results in the run directory `run`, without times, memory, and how it was started."""
     result = json.loads((run / "result.json").read_text())
     newest = newest_checkpoint(run)
     ranks = {path.name: torch.load(path, weights_only=True) for path in sorted(newest.glob("rank_*.pt"))}
     computed = run_outcome(run)
     for kind in ("curves", "images"):
-        computed[kind] = {tag: of for tag, of in computed[kind].items() if not tag.startswith(MEASURED_TAG_PREFIX)}
-    return computed | {"ranks": ranks, "result": {key: result[key] for key in COMPUTED_RESULT_KEYS}}
+        computed[kind] = {tag: of for tag, of in computed[kind].items() if not tag.startswith("pipeline/")}
+    return computed | {"ranks": ranks, "result": {key: result[key] for key in ("status", "steps", "metrics", "best")}}
 
 
 def assert_one_value_per_step(run: Path) -> None:
@@ -103,12 +97,10 @@ def check_newest_while_running(run: Path) -> None:
             raise
 
 
-TEMPORARY_PATTERNS = ("**/*.part", "**/.*.part", "checkpoints/tmp.*", "checkpoints/*.pruned*", "checkpoints/*.corrupt*")
-
-
 def assert_no_temporary_files(run: Path) -> None:
     """Fail if a temporary or a damaged file is left in the directory of a finished run."""
-    found = [path.name for pattern in TEMPORARY_PATTERNS for path in run.glob(pattern)]
+    patterns = ("**/*.part", "**/.*.part", *(f"checkpoints/{name}" for name in ("tmp.*", "*.pruned*", "*.corrupt*")))
+    found = [path.name for pattern in patterns for path in run.glob(pattern)]
     assert not found, found
 
 

@@ -124,12 +124,11 @@ class ShufflesWithOwnSeed(Classifier):
         return super().batches(model, dataclasses.replace(plan, seed=plan.seed + plan.data_rank), after_step, device)
 
 
-class RunningMean(nn.Module):
+class RunningMean(nn.Linear):
     """A linear classifier that subtracts the running mean of its inputs, but only in evaluations."""
 
     def __init__(self, size: int, num_classes: int):
-        super().__init__()
-        self.linear = nn.Linear(size, num_classes)
+        super().__init__(size, num_classes)
         self.register_buffer("mean", torch.zeros(size))
         self.mean: torch.Tensor
 
@@ -137,7 +136,7 @@ class RunningMean(nn.Module):
         x = x.flatten(1)
         if self.training:
             self.mean.lerp_(x.detach().mean(0), 0.1)
-        return self.linear(x if self.training else x - self.mean)
+        return super().forward(x if self.training else x - self.mean)
 
 
 @dataclass
@@ -148,16 +147,16 @@ class WithRunningMean(Classifier):
         return RunningMean(math.prod(self.train.shape), self.train.num_classes)
 
 
-class Float32Linear(nn.Module):
+class Float32Linear(nn.Linear):
     """A linear classifier that computes in float32; with a large `scale`, rounding hides its outputs."""
 
     def __init__(self, size: int, num_classes: int, scale: float):
-        super().__init__()
-        self.linear, self.scale = nn.Linear(size, num_classes), scale
+        super().__init__(size, num_classes)
+        self.scale = scale
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        outputs = nn.functional.linear(x.flatten(1).float(), self.linear.weight.float(), self.linear.bias.float())
-        return (outputs + self.scale - self.scale).to(self.linear.weight.dtype)
+        outputs = nn.functional.linear(x.flatten(1).float(), self.weight.float(), self.bias.float())
+        return (outputs + self.scale - self.scale).to(self.weight.dtype)
 
 
 @dataclass
@@ -175,15 +174,11 @@ class Float32OwnSeed(Float32, ShufflesWithOwnSeed):
     pass
 
 
-class ChaoticNet(nn.Module):
+class ChaoticNet(nn.Linear):
     """A network that amplifies differences in the last bit of float32 to the size of its outputs."""
 
-    def __init__(self, size: int, num_classes: int):
-        super().__init__()
-        self.linear = nn.Linear(size, num_classes)
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.sin(1e9 * self.linear(x.flatten(1)))
+        return torch.sin(1e9 * super().forward(x.flatten(1)))
 
 
 @dataclass

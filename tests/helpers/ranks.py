@@ -20,7 +20,7 @@ from helpers.compose import train_in
 from runner.parallel.launch import processes
 from runner.parallel.launch.cluster import external_rank_info
 from runner.run import build_run
-from runner.system.forkserver import METHOD, start_server
+from runner.system.forkserver import start_server
 from runner.tracking.log_file import LogFile
 
 
@@ -41,7 +41,7 @@ class PersistentRanks:
             variables |= {"WORLD_SIZE": str(self.count), "LOCAL_WORLD_SIZE": str(self.count)}
             variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.store.port)}
             variables["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # the store is in this process, not in rank 0
-            context: Any = multiprocessing.get_context(METHOD)
+            context = multiprocessing.get_context("forkserver")
             process = context.Process(target=_serve, args=(theirs, variables), daemon=True)
             process.start()
             theirs.close()

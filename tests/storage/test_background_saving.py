@@ -23,6 +23,8 @@ from runner.result import CrashedError
 from runner.storage.checkpoint import Checkpoint, load
 from runner.storage.checkpoints import Checkpoints, Writing
 from runner.storage.run_directory import StorageError, saved_steps
+from runner.tracking.progress import Progress
+from runner.workloads.classifier import Classifier
 
 EVERY = ("steps=6", "save_every=2", "eval_every=3", "log_every=3", "keep=9")
 DIGITS = (*TINY_CPU, *EVERY, "model.dropout=0.2", "optimizer=adamw", "accumulation=2", "batch_size=48")
@@ -74,30 +76,21 @@ def content(step: int) -> Checkpoint:
     return Checkpoint(step, {"w": torch.full((2,), float(step))}, {}, {"step": step})
 
 
-class Gate:
-    """Blocks the threads that write checkpoints until `opened` is set."""
+def hold(monkeypatch: pytest.MonkeyPatch, *ranks: int) -> threading.Event:
+    """Block the threads of `ranks` that write checkpoints until the returned event is set."""
+    write, opened = Checkpoints._write, threading.Event()
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch):
-        self.opened, self.arrived = threading.Event(), threading.Event()
-        write = Checkpoints._write
+    def held(self: Checkpoints, *arguments: Any) -> None:
+        assert self.rank not in ranks or opened.wait(60)
+        write(self, *arguments)
 
-        def gated(*arguments: Any) -> None:
-            self.arrived.set()
-            assert self.opened.wait(60)
-            write(*arguments)
-
-        monkeypatch.setattr(Checkpoints, "_write", gated)
+    monkeypatch.setattr(Checkpoints, "_write", held)
+    return opened
 
 
-@pytest.fixture
-def gate(monkeypatch) -> Gate:
-    return Gate(monkeypatch)
-
-
-def test_save_returns_before_the_checkpoint_is_written_and_the_next_save_waits(tmp_path, gate):
-    checkpoints = Checkpoints(tmp_path, keep=9)
+def test_save_returns_before_the_checkpoint_is_written_and_the_next_save_waits(tmp_path, monkeypatch):
+    opened, checkpoints = hold(monkeypatch, 0), Checkpoints(tmp_path, keep=9)
     checkpoints.save(content(1))
-    assert gate.arrived.wait(60)
     checkpoints.check()
     assert saved_steps(checkpoints.root) == []
     next_one = threading.Thread(target=checkpoints.save, args=(content(2),))
@@ -105,21 +98,19 @@ def test_save_returns_before_the_checkpoint_is_written_and_the_next_save_waits(t
     time.sleep(0.1)
     assert next_one.is_alive()
     assert not (checkpoints.root / "tmp.step_00000002").exists()
-    gate.opened.set()
+    opened.set()
     next_one.join(60)
     checkpoints.wait()
     assert saved_steps(checkpoints.root) == [1, 2]
 
 
-def test_training_goes_on_while_a_checkpoint_is_written(trained, gate, monkeypatch):
-    from runner.tracking.progress import Progress
-
-    seen: list[int] = []
+def test_training_goes_on_while_a_checkpoint_is_written(trained, monkeypatch):
+    opened, seen = hold(monkeypatch, 0), list[int]()
 
     def step(_: Progress, number: int) -> None:
         seen.append(number)
         if number == 7:  # three steps after the save
-            gate.opened.set()
+            opened.set()
 
     monkeypatch.setattr(Progress, "step", step)
     run = trained("steps=12", "save_every=4", "eval_every=0", "keep=9")
@@ -148,8 +139,6 @@ def test_an_error_of_the_thread_ends_the_run(steps, ended, trained, monkeypatch)
 
 @pytest.mark.parametrize("error", [ZeroDivisionError("planted"), None])
 def test_a_checkpoint_is_completed_after_the_training_failed(trained, tmp_path, monkeypatch, error):
-    from runner.workloads.classifier import Classifier
-
     write = Checkpoints._write
 
     def slow(*arguments: Any) -> None:
@@ -176,20 +165,8 @@ def test_a_checkpoint_is_completed_after_the_training_failed(trained, tmp_path, 
     assert saved_steps(tmp_path / "run" / "checkpoints") == [4]
 
 
-def hold_rank_1(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Block the thread of rank 1 until the returned event is set."""
-    write, opened = Checkpoints._write, threading.Event()
-
-    def held(self: Checkpoints, *arguments: Any) -> None:
-        assert self.rank == 0 or opened.wait(60)
-        write(self, *arguments)
-
-    monkeypatch.setattr(Checkpoints, "_write", held)
-    return opened
-
-
 def test_rank_0_commits_when_the_files_of_all_ranks_are_complete(tmp_path, monkeypatch):
-    opened, ranks = hold_rank_1(monkeypatch), checkpoints_of_two_ranks(tmp_path)
+    opened, ranks = hold(monkeypatch, 1), checkpoints_of_two_ranks(tmp_path)
     begin_to_save(ranks, [content(3)] * 2)
     part = ranks[0].root / "tmp.step_00000003"
     while not (part / "config.yaml").exists() and not (part / "state.pt").exists():
@@ -205,7 +182,7 @@ def test_rank_0_commits_when_the_files_of_all_ranks_are_complete(tmp_path, monke
 
 
 def test_a_rank_that_does_not_write_its_file_is_named(tmp_path, monkeypatch):
-    opened, ranks = hold_rank_1(monkeypatch), checkpoints_of_two_ranks(tmp_path, timeout=0.2)
+    opened, ranks = hold(monkeypatch, 1), checkpoints_of_two_ranks(tmp_path, timeout=0.2)
     begin_to_save(ranks, [content(3)] * 2)
     with pytest.raises(StorageError, match=r"rank 1 has not written its file .*parallel\.timeout"):
         ranks[0].wait()
@@ -214,7 +191,7 @@ def test_a_rank_that_does_not_write_its_file_is_named(tmp_path, monkeypatch):
 
 
 def test_after_an_error_rank_0_does_not_wait_for_ranks_that_may_be_gone(tmp_path, monkeypatch):
-    opened, ranks = hold_rank_1(monkeypatch), checkpoints_of_two_ranks(tmp_path)
+    opened, ranks = hold(monkeypatch, 1), checkpoints_of_two_ranks(tmp_path)
     begin_to_save(ranks, [content(3)] * 2)
     since = time.monotonic()
     ranks[0].finish_after_error()

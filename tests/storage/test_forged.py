@@ -1,8 +1,10 @@
 """Tests with forged checkpoints, whose hashes are correct but whose content is not: they are refused with an error."""
 
+from __future__ import annotations
+
+import functools
 import os
 import shutil
-import zipfile
 from collections.abc import Callable, Iterator
 from itertools import cycle
 from pathlib import Path
@@ -47,34 +49,20 @@ TENSORS: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
 )
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory) -> Callable[[str], Path]:
-    """Return a function that trains the run `RUNS[name]`, once per name, and returns its run directory."""
-    known: dict[str, Path] = {}
-
-    def directory(name: str) -> Path:
-        if name not in known:
-            path = tmp_path_factory.mktemp(name)
-            train_in(path, build_composed_run(*RUNS[name], *STEPS))
-            known[name] = path
-        return known[name]
-
-    return directory
-
-
 class Forger:
-    """Resumes runs from checkpoints with changed content."""
+    """Resumes a run from checkpoints with changed content."""
 
-    def __init__(self, name: str, original: Path, directory: Path):
-        self.directory, self.original = directory, original / "checkpoints/step_00000002"
-        self.path = directory / "checkpoints" / self.original.name
+    def __init__(self, name: str, root: Path):
+        trained = train_in(root / "original", build_composed_run(*RUNS[name], *STEPS))
+        self.original, self.directory = trained.directory / "checkpoints/step_00000002", root / "run"
+        self.path = self.directory / "checkpoints" / self.original.name
         self.run = build_composed_run(*RUNS[name], *STEPS)
         self.session = prepare_session(self.run)
-        self.restore()
 
-    def restore(self) -> None:
+    def restore(self) -> Forger:
         shutil.rmtree(self.directory, ignore_errors=True)
         shutil.copytree(self.original, self.path)
+        return self
 
     def outcome(self) -> str:
         """Resume and train one step; return `resumed`, `refused`, or the message of an unexpected `ConfigError`."""
@@ -93,9 +81,11 @@ class Forger:
         return self.outcome()
 
 
-@pytest.fixture
-def forger(saved: Callable[[str], Path], tmp_path) -> Callable[[str], Forger]:
-    return lambda name: Forger(name, saved(name), tmp_path / "run")
+@pytest.fixture(scope="module")
+def forger(tmp_path_factory) -> Callable[[str], Forger]:
+    """Return a function that trains the run `RUNS[name]`, once, and restores its checkpoint."""
+    known = functools.cache(lambda name: Forger(name, tmp_path_factory.mktemp(name)))
+    return lambda name: known(name).restore()
 
 
 def chosen(content: Any) -> Iterator[tuple[checkpoint_edits.Keys, Any]]:
@@ -170,9 +160,8 @@ def test_deep_content_is_refused(forger):
     """The pickle is written by hand, because `torch.save` cannot write lists that are nested so deeply."""
     run, depth = forger("sgd"), 200_000
     file, nest = run.path / "state.pt", b"\x80\x02}X\t\0\0\0optimizer" + b"]" * depth + b"a" * (depth - 1) + b"s."
-    with zipfile.ZipFile(run.original / "state.pt") as plain, zipfile.ZipFile(file, "w") as out:
-        for entry in plain.infolist():
-            out.writestr(entry.filename, nest if entry.filename.endswith("data.pkl") else plain.read(entry))
+    change = lambda name, data: nest if ".pkl" in name else data  # noqa: E731
+    checkpoint_edits.rewrite_archive(run.original / "state.pt", file, change)
     checkpoint_edits.rewrite_manifest(run.path)
     assert run.outcome() == "refused"
 
@@ -204,14 +193,3 @@ def test_a_link_or_pipe_in_place_of_a_file_is_refused(forger, file):
         make(run.path / file)
         assert run.outcome() == "refused"
         (run.path / file).unlink()
-
-
-@pytest.mark.parametrize("kind", ["checkpoints", "step"])
-def test_a_link_in_place_of_a_directory_is_refused(forger, kind):
-    run = forger("sgd")
-    path, target = (run.path.parent if kind == "checkpoints" else run.path), run.directory / "elsewhere"
-    shutil.move(path, target)
-    path.symlink_to(target)
-    before = sorted(target.rglob("*"))
-    assert run.outcome() == "refused"
-    assert sorted(target.rglob("*")) == before

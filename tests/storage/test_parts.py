@@ -26,6 +26,7 @@ def checkpoint(step: int, names: str) -> Checkpoint:
 
 def assert_whole(found: Checkpoint | None) -> None:
     assert found is not None
+    assert found.tensors["w"].tolist() == [found.step] * 2
     assert "".join(found.part_files) == found.local["names"]
     for name, path in found.part_files.items():
         assert path.read_bytes() == content_of(name)
@@ -63,7 +64,8 @@ def test_without_hard_links_parts_are_copied(tmp_path, monkeypatch):
     assert {file.stat().st_nlink for file in checkpoints.root.rglob("*.bin")} == {1}
 
 
-def test_a_crash_or_a_power_loss_at_any_call_leaves_a_checkpoint_with_all_parts(tmp_path):
+def test_a_crash_or_a_power_loss_at_any_call_leaves_an_intact_checkpoint_with_all_parts(tmp_path):
+    """Of what is not synced, any names and any part of the content may be lost."""
     run = tmp_path / "run"
     run.mkdir()
     with DiskRecorder(run) as recorder:
@@ -74,10 +76,14 @@ def test_a_crash_or_a_power_loss_at_any_call_leaves_a_checkpoint_with_all_parts(
     every = list(possible_states([instant for instant in recorder.instants if instant.mark]))
     for number, (instant, state) in enumerate(every):
         write_state(state, tmp_path / str(number))
-        found = Checkpoints(tmp_path / str(number), keep=1).latest()
+        checkpoints = Checkpoints(tmp_path / str(number), keep=1)
+        found = checkpoints.latest()
         assert_whole(found)
         assert found is not None
-        assert found.step in range(instant.mark, 3)
+        assert found.step in range(instant.mark, 3), sorted(state)
+        assert not list(checkpoints.root.glob("*.corrupt*")), sorted(state)
+        save_and_wait(checkpoints, checkpoint(3, "c"))  # the next session deletes leftovers
+        assert [path.name for path in checkpoints.root.iterdir()] == ["step_00000003"]
     assert len(every) > 30
 
 

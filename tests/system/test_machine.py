@@ -44,13 +44,19 @@ def machine(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
-def test_the_processor_is_described(machine):
+def test_the_processor_is_described_and_values_that_the_system_does_not_report_are_none(machine, monkeypatch):
     found = processor.cpu()
     assert (found["model"], found["physical_cores"], found["quota_cores"]) == ("Fast CPU", 4, None)
     assert found["features"] == ["avx2", "amx_bf16"]
     assert found["threads"] == torch.get_num_threads()
     assert found["capability"] == torch.backends.cpu.get_cpu_capability()
     assert found["logical_cores"] == os.cpu_count()
+    for path in ("proc/cpuinfo", "proc/self/cgroup"):
+        (machine / path).unlink()
+    monkeypatch.setattr(psutil, "cpu_count", lambda logical=True: None)
+    found = processor.cpu()
+    assert (found["physical_cores"], found["quota_cores"], found["features"]) == (None, None, [])
+    assert found["model"] == processor.cpu_model() != ""
 
 
 @pytest.mark.cases(
@@ -63,15 +69,6 @@ def test_the_smallest_cpu_quota_of_the_group_and_its_ancestors_applies(group, li
         (machine / "cgroup" / name / "cpu.max").write_text(f"{limit} 100000\n")
     assert processor.cpu()["quota_cores"] == quota
     assert len(processor.usable_core_numbers()) == 1
-
-
-def test_values_that_the_system_does_not_report_are_none(machine, monkeypatch):
-    for path in ("proc/cpuinfo", "proc/self/cgroup"):
-        (machine / path).unlink()
-    monkeypatch.setattr(psutil, "cpu_count", lambda logical=True: None)
-    found = processor.cpu()
-    assert (found["physical_cores"], found["quota_cores"], found["features"]) == (None, None, [])
-    assert found["model"] == processor.cpu_model() != ""
 
 
 def test_the_cores_of_this_process_are_those_of_the_affinity_mask(monkeypatch):

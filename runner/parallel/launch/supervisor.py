@@ -24,7 +24,7 @@ from runner.config.errors import ConfigError, described
 from runner.data.base import DataError
 from runner.storage.run_directory import StorageError
 from runner.system import torch_errors
-from runner.system.forkserver import METHOD, without_main_module
+from runner.system.forkserver import without_main_module
 from runner.system.signals import StopRequest
 
 log = logging.getLogger(__name__)
@@ -132,7 +132,7 @@ class Supervisor(AbstractContextManager):
     """
 
     def __init__(self, work: Callable[..., None], arguments: Sequence[tuple], timeout: float):
-        context: Any = multiprocessing.get_context(METHOD)
+        context = multiprocessing.get_context("forkserver")
         self.timeout = timeout
         self.processes: list[Any] = []
         self.pipes: list[connection.Connection] = []

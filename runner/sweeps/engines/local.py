@@ -21,7 +21,7 @@ from multiprocessing import get_context
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess, current_process
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from runner.config import user_code
 from runner.config.errors import check
@@ -29,7 +29,7 @@ from runner.storage.files import is_locked
 from runner.sweeps.engines.base import Ended, Engine, Job, Pool
 from runner.system.console import CRASHED, STOPPED
 from runner.system.cpu import usable_core_numbers
-from runner.system.forkserver import METHOD, become_command, show_name, start_server, without_main_module
+from runner.system.forkserver import become_command, show_name, start_server, without_main_module
 
 _SERVER_DIED = 255
 """The exit code that multiprocessing reports for all children of a fork server that has died, also if they go on.
@@ -100,8 +100,7 @@ class LocalPool(Pool):
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
         arguments = (job.arguments, str(job.console), cores, threads, environment, user_code.packed())
         short = re.sub(r"[\w.]+\.(?=\w+=)", "", job.directory.name) or f"job {job.number}"  # 003-lr=0.1,seed=2
-        context: Any = get_context(METHOD)
-        process = context.Process(target=_run_command, args=arguments, name=short)
+        process = get_context("forkserver").Process(target=_run_command, args=arguments, name=short)
         with without_main_module():
             process.start()
         self._running[job.number] = _Running(process, job.console, cores, gpus)
