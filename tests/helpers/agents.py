@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import gymnasium
 import torch
 from torch import nn
 
@@ -47,6 +48,16 @@ def draw_given(table: Callable[[], Table], run: Run, session: Any) -> None:
         return actor
 
     workload._new_actor = with_given
+
+
+def plain_return(act: Callable[[Any], int], seed: int, id: str, **options: Any) -> float:
+    """Play an episode as in gymnasium's tutorial, and return the sum of the rewards."""
+    env, total, over = gymnasium.make(id, **options), 0.0, False
+    seen, _ = env.reset(seed=seed)
+    while not over:
+        seen, reward, terminated, truncated, _ = env.step(act(seen))
+        total, over = total + float(reward), terminated or truncated
+    return total
 
 
 def plain_dqn(

@@ -85,7 +85,14 @@ Muon orthogonalizes in bfloat16, and the others divide by small gradients.
 class PlainResult(NamedTuple):
     weights: dict[str, torch.Tensor]
     losses: list[float]
-    accuracies: list[float]
+    metrics: list[float]
+
+
+def accuracy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return (outputs.argmax(1) == targets).double().mean()
+
+
+Function = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -96,6 +103,9 @@ class PlainSettings:
     max_norm: float | None = None
     num_batch_shards: int = 1  # each goes through a copy of the model with its own buffers
     frozen: str = ""
+    loss: Function = cross_entropy
+    metric: Function = accuracy
+    changed: Callable[[int, torch.Tensor, torch.Tensor], tuple] = lambda step, inputs, targets: (inputs, targets)
 
 
 def plain_loop(
@@ -134,7 +144,7 @@ def train_plain_from(
     samples = run.workload.train  # pyright: ignore[reportAttributeAccessIssue]
     dtype, num_batch_shards = settings.dtype, settings.num_batch_shards
     copies = [model] + [copy.deepcopy(model) for _ in range(num_batch_shards - 1)]
-    losses, accuracies = [], []
+    losses, metrics = [], []
     # One permutation per epoch, concatenated: a batch may extend over two epochs.
     epochs = [derive(run.seed, "order", epoch) for epoch in range(2)]
     stream = torch.cat([torch.randperm(len(samples), generator=torch.Generator().manual_seed(e)) for e in epochs])
@@ -142,10 +152,13 @@ def train_plain_from(
         indices = stream[step * run.batch_size : (step + 1) * run.batch_size]
         update.zero_grad()
         outputs = []
-        for part, own in zip(copies, indices.chunk(num_batch_shards), strict=True):
+        inputs, targets = settings.changed(step, samples.inputs[indices], samples.targets[indices])
+        targets = targets.to(dtype) if targets.is_floating_point() else targets
+        shards = zip(copies, inputs.to(dtype).chunk(num_batch_shards), targets.chunk(num_batch_shards), strict=True)
+        for part, seen, wanted in shards:
             part.load_state_dict(dict(model.named_parameters()), strict=False)  # each copy keeps its own buffers
-            outputs.append(part(samples.inputs[own].to(dtype)))
-            loss = cross_entropy(outputs[-1], samples.targets[own]) / num_batch_shards
+            outputs.append(part(seen))
+            loss = settings.loss(outputs[-1], wanted) / num_batch_shards
             loss.backward(inputs=[p for p in part.parameters() if p.requires_grad])
         for parameters in zip(*(part.parameters() for part in copies), strict=True):
             for parameter in parameters[1:]:
@@ -158,12 +171,12 @@ def train_plain_from(
             update.param_groups[0]["lr"] = settings.learning_rates[step]
         update.step()
         whole = torch.cat(outputs)
-        losses.append(cross_entropy(whole, samples.targets[indices]).item())
-        accuracies.append((whole.argmax(1) == samples.targets[indices]).float().mean().item())
+        losses.append(settings.loss(whole, targets).item())
+        metrics.append(settings.metric(whole, targets).item())
     for buffers in zip(*(part.buffers() for part in copies), strict=True):
         if buffers[0].is_floating_point():
             buffers[0].copy_(torch.stack(buffers).mean(0))
-    return PlainResult(model.state_dict(), losses, accuracies)
+    return PlainResult(model.state_dict(), losses, metrics)
 
 
 def plain_evaluation(run: Run, weights: dict[str, torch.Tensor]) -> tuple[float, float]:
@@ -175,7 +188,7 @@ def plain_evaluation(run: Run, weights: dict[str, torch.Tensor]) -> tuple[float,
     with torch.no_grad():
         outputs = model.eval()(held_out.inputs.to(next(model.parameters()).dtype))
     loss = cross_entropy(outputs.float(), held_out.targets).item()
-    return loss, (outputs.argmax(1) == held_out.targets).double().mean().item()
+    return loss, accuracy(outputs, held_out.targets).item()
 
 
 def weights_at(directory: Path, step: int) -> dict[str, torch.Tensor]:

@@ -163,7 +163,7 @@ def test_a_mode_equals_a_plain_loop(row, ranks, tmp_path):
     assert largest_difference(weights_at(tmp_path, STEPS), plain.weights) <= row.tolerance
 
     logged = scalar_curves(tmp_path)
-    close = pytest.approx(plain.losses, rel=1e-5), pytest.approx(plain.accuracies)
+    close = pytest.approx(plain.losses, rel=1e-5), pytest.approx(plain.metrics)
     for tag, values in zip(("train/loss", "train/accuracy"), close, strict=True):
         assert [step for step, _ in logged[tag]] == list(range(1, STEPS + 1))
         assert [value for _, value in logged[tag]] == values

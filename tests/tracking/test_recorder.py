@@ -40,7 +40,7 @@ def test_each_point_is_the_mean_since_the_last_log(trained, accumulation):
     plain = plain_loop(run.run, partial(noting_norms, norms))
     read = scalar_curves(run.directory)
     windows = {4: slice(0, 4), 8: slice(4, 8), 10: slice(8, 10)}
-    for tag, values in (("train/loss", plain.losses), ("train/accuracy", plain.accuracies)):
+    for tag, values in (("train/loss", plain.losses), ("train/accuracy", plain.metrics)):
         means = [sum(values[window]) / len(values[window]) for window in windows.values()]
         assert [step for step, _ in read[tag]] == list(windows)
         assert [value for _, value in read[tag]] == pytest.approx(means, rel=1e-5)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.compose import TINY_CPU, build_composed_run, compose_config, prepare_session, prepared_workload
-from helpers.plain_loop import largest_difference, weights_at
+from helpers.plain_loop import PlainSettings, largest_difference, plain_loop, weights_at
 
 from runner.batching import Plan
 from runner.config.errors import ConfigError
@@ -43,29 +43,21 @@ def plain(case: str) -> dict[str, torch.Tensor]:
     run = build_composed_run(*TINY_CPU, *COMMON, *CASES[case])
     workload: Any = run.workload
     workload.prepare()
-    samples, num_classes = workload.train, 10
-    torch.manual_seed(derive(run.seed, "weights"))
-    model = workload.build_model().double()
-    generator = torch.Generator().manual_seed(derive(run.seed, "order", 0))
-    stream = torch.randperm(len(samples), generator=generator)
-    counts = torch.tensor([int((samples.targets == c).sum()) for c in range(num_classes)])
-    weights = torch.ones(num_classes, dtype=torch.float64)
+    weights, mixed = torch.ones(10, dtype=torch.float64), Mixing(workload.mixup, workload.cutmix)
     if workload.class_weights:
         weights = torch.tensor(WEIGHTS, dtype=torch.float64)
     elif workload.balance_classes:
-        weights = len(samples) / (num_classes * counts.double())
-    mixed = Mixing(workload.mixup, workload.cutmix)
-    for step in range(STEPS):
-        indices = stream[step * BATCH : (step + 1) * BATCH]
-        inputs, targets = samples.inputs[indices], torch.eye(num_classes)[samples.targets[indices]]
-        if mixed:
-            inputs, targets = rolled_and_mixed(inputs, targets, mixed, derive(run.seed, "mixing", step))
-        loss = plain_loss(model(inputs.double()), targets.double(), weights, workload.label_smoothing)
-        gradients = torch.autograd.grad(loss, list(model.parameters()))
-        with torch.no_grad():
-            for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-                parameter -= 0.05 * gradient
-    return model.state_dict()
+        weights = len(workload.train) / (10 * workload.train.targets.bincount().double())
+
+    def changed(step: int, inputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        targets = torch.eye(10)[targets]
+        return (
+            rolled_and_mixed(inputs, targets, mixed, derive(run.seed, "mixing", step)) if mixed else (inputs, targets)
+        )
+
+    loss = functools.partial(plain_loss, weights=weights, smoothing=workload.label_smoothing)
+    settings = PlainSettings(STEPS, torch.float64, loss=loss, metric=loss, changed=changed)
+    return plain_loop(run, lambda p: torch.optim.SGD(p, lr=0.05), settings).weights
 
 
 def rolled_and_mixed(

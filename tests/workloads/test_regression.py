@@ -1,34 +1,27 @@
 """Tests of regression: losses and metrics equal their formulas, and every mode equals a plain PyTorch loop."""
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from helpers.compose import build_composed_run, compose_config, prepare_session, prepared_workload, train_in
+from helpers.compose import build_composed_run, compose_config, prepare_session, train_in
 from helpers.events import scalar_curves
-from helpers.plain_loop import largest_difference, weights_at
+from helpers.plain_loop import STEPS, Function, PlainResult, PlainSettings, largest_difference, plain_loop, weights_at
 from helpers.runs import assert_bitwise_equal, run_outcome
 from torch.nn import functional
 
 import runner
 from runner.config.errors import ConfigError
 from runner.data.tabular import Table, TableSamples
-from runner.seeds import derive
 from runner.storage.signature import saved_signature
 
-STEPS, BATCH = 10, 48
 SMALL = (
     *("workload=regression", "device=cpu", "device.threads=1", "model.hidden=[16,16,8]", "data.num_samples=300"),
     *("optimizer=sgd", "optimizer.lr=0.05", "schedule=constant", "precision=64"),
-    *(f"steps={STEPS}", f"batch_size={BATCH}", "log_every=1", "eval_every=0", "workload.eval_batch_size=25"),
+    *(f"steps={STEPS}", "batch_size=48", "log_every=1", "eval_every=0", "workload.eval_batch_size=25"),
 )
-LOSSES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    "mse": functional.mse_loss,
-    "mae": functional.l1_loss,
-    "huber": functional.huber_loss,
-}
+LOSSES: dict[str, Function] = {"mse": functional.mse_loss, "mae": functional.l1_loss, "huber": functional.huber_loss}
 MODES = {
     "single": (1, ()),
     "accumulation": (1, ("accumulation=4",)),
@@ -41,50 +34,33 @@ MODES = {
 
 
 @functools.cache
-def plain(loss_function: str) -> tuple[dict[str, torch.Tensor], list[float], list[float], dict[str, float]]:
-    """Train in a plain loop, using SGD with momentum.
-
-    Returns:
-        The weights, the loss of each step, the mean absolute error of each step, and the evaluation metrics.
-    """
-    workload = prepared_workload(*SMALL)
-    samples, held_out, loss_of = workload.train, workload.held_out, LOSSES[loss_function]
-    torch.manual_seed(derive(0, "weights"))
+def plain(loss_function: str) -> tuple[PlainResult, dict[str, float]]:
+    """Return what a plain loop computes, whose metrics are mean absolute errors, and the evaluation."""
+    run, loss_of = build_composed_run(*SMALL), LOSSES[loss_function]
+    settings = PlainSettings(dtype=torch.float64, loss=loss_of, metric=functional.l1_loss)
+    result = plain_loop(run, lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9), settings)
+    workload: Any = run.workload
+    [std] = workload.train.target_std
     model = workload.build_model().double()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    stream = torch.cat([permutation(len(samples), epoch) for epoch in range(3)])
-    losses, errors = [], []
-    for step in range(STEPS):
-        indices = stream[step * BATCH : (step + 1) * BATCH]
-        outputs, targets = model(samples.inputs[indices].double()), samples.targets[indices].double()
-        loss = loss_of(outputs, targets)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-        errors.append((outputs - targets).abs().mean().item() * samples.target_std[0])
+    model.load_state_dict(result.weights)
     with torch.no_grad():
-        outputs, targets = model(held_out.inputs.double()), held_out.targets.double()
+        outputs, targets = model(workload.held_out.inputs.double()), workload.held_out.targets.double()
     evaluation = {
         "eval/loss": loss_of(outputs, targets).item(),
-        "eval/mae": (outputs - targets).abs().mean().item() * samples.target_std[0],
+        "eval/mae": functional.l1_loss(outputs, targets).item() * std,
         "eval/r2": 1 - ((outputs - targets).square().sum() / (targets - targets.mean()).square().sum()).item(),
     }
-    return model.state_dict(), losses, errors, evaluation
-
-
-def permutation(count: int, epoch: int) -> torch.Tensor:
-    return torch.randperm(count, generator=torch.Generator().manual_seed(derive(0, "order", epoch)))
+    return result._replace(metrics=[each * std for each in result.metrics]), evaluation
 
 
 @pytest.mark.parametrize(("processes", "mode"), MODES.values(), ids=MODES)
 def test_every_mode_equals_a_plain_loop(processes, mode, ranks, tmp_path):
     result = ranks(processes).train(compose_config(*SMALL, *mode), tmp_path)
-    weights, losses, errors, evaluation = plain("mse")
-    assert largest_difference(weights_at(tmp_path, STEPS), weights) <= 1e-12
+    wanted, evaluation = plain("mse")
+    assert largest_difference(weights_at(tmp_path, STEPS), wanted.weights) <= 1e-12
     logged = scalar_curves(tmp_path)
-    assert [value for _, value in logged["train/loss"]] == pytest.approx(losses, rel=1e-6)  # sums are float32
-    assert [value for _, value in logged["train/mae"]] == pytest.approx(errors, rel=1e-6)
+    assert [value for _, value in logged["train/loss"]] == pytest.approx(wanted.losses, rel=1e-6)  # sums are float32
+    assert [value for _, value in logged["train/mae"]] == pytest.approx(wanted.metrics, rel=1e-6)
     for tag, value in evaluation.items():
         assert result.metrics[tag] == pytest.approx(value, rel=1e-9), "every held-out sample, once"
 
@@ -100,9 +76,9 @@ def test_an_ensemble_predicts_the_mean_of_its_members_without_disagreement(ranks
 @pytest.mark.parametrize("loss_function", ["mae", "huber"])
 def test_the_other_losses_are_those_of_torch(loss_function, tmp_path):
     run = train_in(tmp_path, build_composed_run(*SMALL, f"workload.loss_function={loss_function}", "accumulation=2"))
-    weights, losses, _, evaluation = plain(loss_function)
-    assert largest_difference(weights_at(tmp_path, STEPS), weights) <= 1e-12
-    assert [value for _, value in scalar_curves(tmp_path)["train/loss"]] == pytest.approx(losses, rel=1e-6)
+    wanted, evaluation = plain(loss_function)
+    assert largest_difference(weights_at(tmp_path, STEPS), wanted.weights) <= 1e-12
+    assert [value for _, value in scalar_curves(tmp_path)["train/loss"]] == pytest.approx(wanted.losses, rel=1e-6)
     assert run.result.metrics["eval/loss"] == pytest.approx(evaluation["eval/loss"], rel=1e-9)
 
 
@@ -152,6 +128,7 @@ def test_the_model_of_a_run_predicts_in_the_units_of_the_file(tmp_path):
     (tmp_path / "line.csv").write_text(f"x,y\n{rows}\n")
     words = ["workload=regression", f"data.file={tmp_path}/line.csv", "model.hidden=[]", "optimizer=sgd"]
     words += ["optimizer.lr=0.1", "epochs=40", "schedule=constant", "batch_size=32", "device=cpu", "tracking=none"]
+    words += ["eval_every=0", "save_every=0"]
     result = runner.train([*words, f"output_root={tmp_path}/outputs"])
     run = runner.load(result.directory)
     signature = saved_signature(run.checkpoint("last"))

@@ -125,9 +125,6 @@ def test_the_possible_returns_are_those_of_the_rewards_seen_so_far(monkeypatch):
     restored = scripted_actor(monkeypatch, 2, 3, 0.9)
     restored.load_state_dict(agent.state_dict())
     assert restored.possible_returns(CPU) == agent.possible_returns(CPU)
-
-
-def test_returns_without_a_discount_or_beyond_float32_are_not_bounded(monkeypatch):
     for discount, rewards in ((1.0, (0.0, 0.0)), (0.9, (0.0, 1e38))):
         agent = scripted_actor(monkeypatch, 2, 3, discount)
         agent.load_state_dict(agent.state_dict() | {"rewards": rewards})

@@ -19,6 +19,7 @@ from torch import nn
 
 from runner.commands import play
 from runner.config.errors import ConfigError
+from runner.model.base import without_memory
 from runner.planning.fake_step import prepared as planned
 from runner.planning.fake_step import trace_ranks
 from runner.planning.report import report_of
@@ -124,14 +125,13 @@ def test_evaluations_play_whole_episodes_with_true_rewards_from_seeds_of_their_o
 
     returns = []
     for episode in range(5):
-        env = gymnasium.make("Catch-v0")
-        env.reset(seed=derive(0, "evaluation", episode) % (2**31 - 4096))
-        random, over = np.random.default_rng(derive(0, "exploration", episode)), False
-        returns.append(0.0)
-        while not over:
+        random = np.random.default_rng(derive(0, "exploration", episode))
+
+        def act(seen: np.ndarray, random: np.random.Generator = random) -> int:
             chance, action = random.random(2)
-            _, reward, terminated, truncated, _ = env.step(int(action * 3) if chance < 0.3 else 1)
-            returns[-1], over = returns[-1] + float(reward), terminated or truncated
+            return int(action * 3) if chance < 0.3 else 1
+
+        returns.append(agents.plain_return(act, derive(0, "evaluation", episode) % (2**31 - 4096), "Catch-v0"))
     assert max(returns) >= 2, "no reward was clipped, and no life ended an episode"
     for count in (1, 3):
         sums = [evaluate(workload.env, infer, 5, (index, count), torch.device("cpu"), 0.3) for index in range(count)]
@@ -181,13 +181,11 @@ def test_a_replay_that_does_not_fit_on_the_disk_is_refused_before_the_run(tmp_pa
 
 class Large(gymnasium.Env):
     metadata: ClassVar[dict[str, Any]] = {"render_modes": []}
-    observation_space = gymnasium.spaces.Box(0, 255, (84, 84), np.uint8)
     action_space = gymnasium.spaces.Discrete(3)
 
     def __init__(self, shape: tuple[int, ...] = (84, 84), dtype: str = "uint8") -> None:
-        self.observation_space = gymnasium.spaces.Box(
-            0, 1 if dtype == "bool" else 255, tuple(shape), np.dtype(dtype).type
-        )
+        high = 1 if dtype == "bool" else 255
+        self.observation_space = gymnasium.spaces.Box(0, high, tuple(shape), np.dtype(dtype).type)
 
 
 @pytest.mark.cases(
@@ -236,10 +234,11 @@ def test_networks_of_classifiers_act_without_batch_normalization():
     catch = ("workload=dqn", f"env.id={catch_env.__name__}:Catch-v0")
     for words in (["model=tiny"], ["model=resnet18", "model.stem=cifar", "model.norm=group"]):
         prepare_session(run := build_composed_run(*catch, *words))
-        assert run.workload.build_model()(torch.zeros(2, 1, 12, 12, dtype=torch.uint8)).shape == (2, 3)
+        images = torch.zeros(2, 1, 12, 12, dtype=torch.uint8, device="meta")
+        assert without_memory(run.workload.build_model)(images).shape == (2, 3)
     prepare_session(run := build_composed_run(*catch, "model=resnet18"))
     with pytest.raises(ConfigError) as refusal:
-        run.workload.build_model()
+        without_memory(run.workload.build_model)
     assert (refusal.value.key, "model.norm=group" in refusal.value.remedy) == ("model", True)
 
 

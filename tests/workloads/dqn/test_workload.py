@@ -12,10 +12,10 @@ import pytest
 import safetensors.torch
 import torch
 from gymnasium.envs.registration import EnvSpec
+from helpers.agents import plain_return
 from helpers.compose import TrainedRun, build_composed_run, prepare_session, train_in
 from helpers.events import load_events, scalar_curves
 from PIL import Image
-from torch import nn
 
 from models.qnet import QNet, WithTarget
 from runner.batching import Plan
@@ -258,22 +258,6 @@ def test_the_learned_action_values_equal_the_true_ones(agent, monkeypatch):
     torch.testing.assert_close(values[:, 0].detach(), left, atol=0.05, rtol=0)
 
 
-def plain_returns(model: nn.Module, seeds: list[int], id: str, longest: int) -> list[float]:
-    """Play one greedy episode per seed, one after another as in gymnasium's tutorial, and list their total rewards."""
-    returns = []
-    for seed in seeds:
-        env = gymnasium.make(id, max_episode_steps=longest)
-        seen, _ = env.reset(seed=seed)
-        total, over = 0.0, False
-        while not over:
-            action = model(torch.from_numpy(np.asarray(seen, np.float32))[None]).argmax(1).item()
-            seen, reward, terminated, truncated, _ = env.step(int(action))
-            total, over = total + float(reward), terminated or truncated
-        returns.append(total)
-        env.close()
-    return returns
-
-
 @pytest.mark.parametrize("vectorization", ["sync", "auto"])
 def test_evaluation_plays_each_episode_once_in_any_number_of_shards(vectorization):
     workload = prepared(f"env.vectorization={vectorization}", "workload.eval_episodes=7")
@@ -286,6 +270,9 @@ def test_evaluation_plays_each_episode_once_in_any_number_of_shards(vectorizatio
         calls[-1] += 1
         return model(inputs).detach()
 
+    def act(seen: np.ndarray) -> int:
+        return int(model(torch.from_numpy(seen)[None]).argmax(1))
+
     whole = workload.evaluate(torch.no_grad()(model), (0, 1), CPU)
     for count in (3, 8):  # the latter are more than there are episodes
         sums = []
@@ -296,7 +283,8 @@ def test_evaluation_plays_each_episode_once_in_any_number_of_shards(vectorizatio
             assert sums[-1]["count"] == last - first
             if vectorization == "sync":
                 seeds = [derive(0, "evaluation", i) for i in range(first, last)]
-                assert float(sums[-1]["return"]) == sum(plain_returns(model, seeds, "CartPole-v1", 60))
+                returns = [plain_return(act, seed, "CartPole-v1", max_episode_steps=60) for seed in seeds]
+                assert float(sums[-1]["return"]) == sum(returns)
         for name, total in whole.items():
             assert float(sum(part[name] for part in sums)) == pytest.approx(float(total)), name
     assert len(set(calls)) == 1, "all ranks make equally many forward passes"
