@@ -17,7 +17,7 @@ class Transfer(NamedTuple):
     """Tensors that are being copied."""
 
     source: Tensors
-    """Kept so that their memory is not freed too early."""
+    """Kept so that their memory is not freed too early; empty for a `PeerCopyStream`."""
     result: Tensors
     done: Any
     """A `torch.Event` that is recorded after the last copy; None if nothing has to be copied."""
@@ -70,3 +70,29 @@ class CopyStream(NoCopy):
     def close(self) -> None:
         self.stream.synchronize()
         self._pending.clear()
+
+
+class PeerCopyStream(CopyStream):
+    """A stream for copies from one accelerator to another.
+
+    When torch copies a tensor between two devices, the current stream of each device waits for the copy. This class
+    therefore makes two separate streams current during a copy, so that the streams used for computation do not wait.
+    """
+
+    def __init__(self, source: torch.device, target: torch.device, backend: Any = torch):
+        super().__init__(target, backend)
+        self.source, self.source_stream = source, backend.Stream(source)
+
+    def send(self, tensors: Tensors) -> Transfer:
+        self.source_stream.wait_event(self.backend.accelerator.current_stream(self.source).record_event())
+        with self.source_stream, self.stream:
+            result = tuple(tensor.to(self.target, non_blocking=True) for tensor in tensors)
+            done = self.stream.record_event()
+        for tensor in tensors:  # allocated on the stream that computed them: see `receive`
+            tensor.record_stream(self.source_stream)
+        return Transfer((), result, done)
+
+
+def copy_stream(source: torch.device, target: torch.device, backend: Any = torch) -> NoCopy:
+    """Return a stream for copies between two accelerators, which copies nothing if they are the same."""
+    return NoCopy() if source == target else PeerCopyStream(source, target, backend)

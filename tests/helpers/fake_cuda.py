@@ -9,6 +9,7 @@ import pytest
 import torch
 
 CUDA = torch.device("cuda")
+SECOND_CUDA = torch.device("cuda", 1)
 
 
 def simulate_accelerators(monkeypatch: pytest.MonkeyPatch, count: int, kind: str = "cuda") -> None:
@@ -34,10 +35,10 @@ class FakeCuda:
         self.accelerator = self
 
     def Stream(self, device: torch.device) -> FakeStream:  # torch's name
-        return FakeStream(self, "copy")
+        return FakeStream(self, f"copy{_suffix(device)}")
 
     def current_stream(self, device: torch.device) -> FakeStream:
-        return self.current.setdefault(device, FakeStream(self, "compute"))
+        return self.current.setdefault(device, FakeStream(self, f"compute{_suffix(device)}"))
 
 
 class FakeStream:
@@ -83,3 +84,7 @@ class FakeTensor:
 
     def record_stream(self, stream: FakeStream) -> None:
         self.cuda.calls.append(("record_stream", stream.name, self.name))
+
+
+def _suffix(device: torch.device) -> str:
+    return "" if device == CUDA else f" on {device}"

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.fake_cuda import CUDA, FakeCuda, FakeTensor
+from helpers.fake_cuda import CUDA, SECOND_CUDA, FakeCuda, FakeTensor
 
-from runner.system.copy_stream import CopyStream, NoCopy
+from runner.system.copy_stream import CopyStream, NoCopy, PeerCopyStream, copy_stream
 
 
 def names(tensors: Any) -> list[str]:
@@ -18,7 +18,8 @@ def host(cuda: FakeCuda, number: int) -> Any:
 
 
 def test_nothing_is_copied_within_one_device():
-    stream, tensors = NoCopy(), (torch.ones(2), torch.zeros(3))
+    stream, tensors = copy_stream(SECOND_CUDA, SECOND_CUDA), (torch.ones(2), torch.zeros(3))
+    assert type(stream) is NoCopy
     received = stream.receive(stream.send(tensors))
     assert all(got is sent for got, sent in zip(received, tensors, strict=True))
     stream.close()
@@ -53,6 +54,26 @@ def test_host_memory_is_kept_until_its_copy_is_done():
     stream.close()
     assert cuda.calls[-1] == ("synchronize", "copy")
     assert not {"x3", "x4"} & FakeTensor.alive
+
+
+def test_a_peer_copy_waits_for_its_source_and_blocks_neither_compute_stream():
+    cuda = FakeCuda()
+    stream = copy_stream(SECOND_CUDA, CUDA, cuda)
+    assert isinstance(stream, PeerCopyStream)
+    transfer = stream.send(host(cuda, 1))
+    assert cuda.calls == [
+        ("record", "compute on cuda:1", 1),
+        ("wait", "copy on cuda:1", 1),
+        ("copy", "copy", "x1"),
+        ("copy", "copy", "y1"),
+        ("record", "copy", 2),
+        ("record_stream", "copy on cuda:1", "x1"),
+        ("record_stream", "copy on cuda:1", "y1"),
+    ]
+    cuda.calls.clear()
+    assert names(stream.receive(transfer)) == ["x1 on the device", "y1 on the device"]
+    assert cuda.calls[0] == ("wait", "compute", 2)
+    assert {call[1] for call in cuda.calls} == {"compute"}
 
 
 @pytest.mark.gpu

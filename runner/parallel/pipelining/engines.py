@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from runner.batching import Plan
 from runner.parallel.pipelining.partition import BlockProfile, Loss, StageModule
 from runner.parallel.pipelining.schedules import ONE_STAGE_EACH
 from runner.parallel.pipelining.timeline import Timeline
+from runner.system.copy_stream import Transfer, copy_stream
 
 _CLASSES: dict[str, Any] = {
     "gpipe": pipelining.ScheduleGPipe,
@@ -135,42 +137,65 @@ class _TimedStage(pipelining.PipelineStage):
 class StreamEngine:
     """An engine that runs each stage, for `size` samples at a time, on the device of the same position in `devices`.
 
-    The host queues all forward passes, and then all backward passes, without waiting for the devices: they compute at
-    the same time, except for stages that share one (Huang et al., GPipe, 2019; Kim et al., torchgpipe, 2020).
+    Huang et al., GPipe (2019), as implemented in torchgpipe (Kim et al., 2020): the host does not wait for the devices,
+    so that all compute at the same time, except stages that share one. Copies between devices overlap with computation.
     """
 
     def __init__(self, stages: Sequence[StageModule], devices: Sequence[torch.device], size: int, timeline: Timeline):
         self.stages, self.devices, self.size, self._timeline = list(stages), list(devices), size, timeline
+        self._activation_copies = [copy_stream(one, other) for one, other in pairwise(devices)]
+        self._gradient_copies = [copy_stream(other, one) for one, other in pairwise(devices)]
 
     def train(self, inputs: torch.Tensor, targets: torch.Tensor, loss: Loss) -> None:
         """Run the forward and backward passes of all micro-batches; see `ProcessEngine.train`."""
+        chunks = inputs.split(self.size)
         micros = targets.to(self.devices[-1], non_blocking=True).split(self.size)
-        passes: list[list[tuple[torch.Tensor, torch.Tensor]]] = []  # of each micro-batch, by stage: input and output
-        for micro, y in enumerate(inputs.split(self.size)):
-            passes.append([])
-            for number, (stage, device) in enumerate(zip(self.stages, self.devices, strict=True)):
-                x = y.to(device, non_blocking=True).detach().requires_grad_(number > 0)
-                with self._timeline.span(number, "forward", micro, device):
-                    y = stage(x)
-                    y = loss(y, micros[micro]) if number == len(self.stages) - 1 else y
-                passes[micro].append((x, y))
+        last = len(self.stages) - 1
+        inputs_of: dict[tuple[int, int], torch.Tensor] = {}
+        outputs_of: dict[tuple[int, int], torch.Tensor] = {}
+        pending: dict[int, Transfer] = {}
+        for micro, stage in clock(len(chunks), len(self.stages)):
+            x = self._activation_copies[stage - 1].receive(pending.pop(micro))[0] if stage else chunks[micro]
+            x = x.detach().requires_grad_(stage > 0)
+            with self._timeline.span(stage, "forward", micro, self.devices[stage]):
+                y = self.stages[stage](x)
+                y = loss(y, micros[micro]) if stage == last else y
+            inputs_of[micro, stage], outputs_of[micro, stage] = x, y
+            if stage < last:
+                pending[micro] = self._activation_copies[stage].send((y.detach(),))
 
-        for micro, of_stages in enumerate(passes):
-            gradient: torch.Tensor | None = None
-            for number, device in reversed(list(enumerate(self.devices))):
-                x, y = of_stages.pop()
-                if gradient is not None:
-                    gradient = gradient.to(device, non_blocking=True)
-                with self._timeline.span(number, "backward", micro, device):
-                    if y.requires_grad:  # not that of a first stage whose parameters are frozen
-                        y.backward(gradient)
-                gradient = x.grad
+        for micro, position in clock(len(chunks), len(self.stages)):
+            stage = last - position
+            gradient = self._gradient_copies[stage].receive(pending.pop(micro))[0] if stage < last else None
+            x, y = inputs_of.pop((micro, stage)), outputs_of.pop((micro, stage))
+            with self._timeline.span(stage, "backward", micro, self.devices[stage]):
+                if y.requires_grad:  # not that of a first stage whose parameters are frozen
+                    y.backward(gradient)
+            if stage:
+                assert x.grad is not None
+                pending[micro] = self._gradient_copies[stage - 1].send((x.grad,))
 
     def infer(self, inputs: torch.Tensor) -> torch.Tensor:
         """Return the network's outputs, on the device of `inputs`."""
-        outputs = []
-        for x in inputs.split(self.size):
-            for stage, device in zip(self.stages, self.devices, strict=True):
-                x = stage(x.to(device, non_blocking=True))
-            outputs.append(x)
+        chunks = inputs.split(self.size)
+        outputs: list[torch.Tensor] = []
+        pending: dict[int, Transfer] = {}
+        for micro, stage in clock(len(chunks), len(self.stages)):
+            x = self._activation_copies[stage - 1].receive(pending.pop(micro))[0] if stage else chunks[micro]
+            y = self.stages[stage](x)
+            if stage < len(self.stages) - 1:
+                pending[micro] = self._activation_copies[stage].send((y,))
+            else:
+                outputs.append(y)
         return torch.cat(outputs).to(inputs.device)
+
+
+def clock(num_micros: int, num_stages: int) -> Iterator[tuple[int, int]]:
+    """Yield the indices (micro-batch, stage) of all computations, in the order in which the host queues them.
+
+    In each clock cycle, a stage computes at most one micro-batch.
+    """
+    for tick in range(num_micros + num_stages - 1):
+        for stage in range(num_stages):
+            if 0 <= tick - stage < num_micros:
+                yield tick - stage, stage

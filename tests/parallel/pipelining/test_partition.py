@@ -16,7 +16,7 @@ from models.resnet import ResNet
 from runner.config.errors import ConfigError
 from runner.model.base import without_memory
 from runner.parallel.pipelining import partition as partitioning
-from runner.parallel.pipelining.engines import StreamEngine
+from runner.parallel.pipelining.engines import StreamEngine, clock
 from runner.parallel.pipelining.timeline import Timeline
 from runner.precision import BFloat16, Precision
 
@@ -185,6 +185,10 @@ def test_tied_weights_within_a_stage_stay_tied_and_those_of_two_stages_are_refus
 ONE, TWO = torch.device("cuda", 0), torch.device("cuda", 1)
 
 
+def test_each_stage_has_a_different_micro_batch_in_each_clock_cycle():
+    assert list(clock(3, 2)) == [(0, 0), (1, 0), (0, 1), (2, 0), (1, 1), (2, 1)]
+
+
 def stages() -> list[partitioning.StageModule]:
     torch.manual_seed(0)
     blocks = [nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)]
@@ -197,8 +201,8 @@ def test_the_recording_has_every_computation():
     engine = StreamEngine(stages(), [CPU] * 3, 4, timeline)
     engine.train(torch.randn(12, 3), torch.randn(12, 2), lambda y, t: (y - t).square().sum())
     assert [span[:3] for span in timeline.take()] == [
-        *((stage, "forward", micro) for micro in range(3) for stage in range(3)),
-        *((stage, "backward", micro) for micro in range(3) for stage in (2, 1, 0)),
+        *((stage, "forward", micro) for micro, stage in clock(3, 3)),
+        *((2 - stage, "backward", micro) for micro, stage in clock(3, 3)),
     ]
 
 
