@@ -32,6 +32,12 @@ from runner.config.overrides import (
 from runner.storage.saved_run import config_yaml
 from runner.system.secrets import redacted_values
 
+JOB_MODULES = (
+    *("runner.commands.train", "runner.api.composing", "runner.api.run_job", "runner.tracking.event_file"),
+    *("torch.utils.flop_counter", "torch.utils.tensorboard.summary", "PIL.ImageDraw", "psutil"),
+)
+"""Modules that the jobs of a sweep need. Their server imports them once, also those that a run imports late."""
+
 
 class Config(dict[str, Any]):
     """A composed config: a dict of plain values by key, such as `config["optimizer"]["lr"]`.
@@ -69,8 +75,12 @@ def compose(overrides: Sequence[str] = (), *, config_dir: str | os.PathLike[str]
         check(not word.startswith("-"), word, ABSENT, "flags belong to the command", "leave it out")
         checked_override(word)
     folder = None if config_dir is None else os.fspath(config_dir)
-    with separate_hydra(), _config_errors():
-        job = compose_run(composer_of(overrides, folder), overrides)
+    with separate_hydra():
+        try:
+            job = compose_run(composer_of(overrides, folder), overrides)
+        except (HydraException, OmegaConfBaseException) as error:
+            remedy = "python -m runner --help lists the options"
+            raise config_error(error) or ConfigError("overrides", ABSENT, explain(error), remedy) from None
     return Config(job.config, job.overrides, folder)
 
 
@@ -117,12 +127,3 @@ def separate_hydra() -> Iterator[None]:
         yield
     finally:
         Singleton._instances, BaseContainer._resolvers = instances, resolvers
-
-
-@contextmanager
-def _config_errors() -> Iterator[None]:
-    try:
-        yield
-    except (HydraException, OmegaConfBaseException) as error:
-        remedy = "python -m runner --help lists the options"
-        raise config_error(error) or ConfigError("overrides", ABSENT, explain(error), remedy) from None

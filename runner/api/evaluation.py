@@ -20,9 +20,6 @@ from runner.storage.saved_run import saved_config
 from runner.storage.signature import saved_signature
 from runner.training import initial_state
 
-_SKIPPED = "skipped_images"
-"""Name of the number of files that cannot be read, over all ranks."""
-
 
 class Evaluation(NamedTuple):
     metrics: dict[str, float]
@@ -96,6 +93,6 @@ def _evaluate(run: Run, session: Session, checkpoint: Path) -> tuple[dict[str, f
         state.model.eval()
         with state.average.applied():
             metrics, sums = run.parallel.evaluate(state.model)
-        skipped = run.workload.extra_results(session.collectives.all_gather).get(_SKIPPED, 0)
+        skipped = run.workload.extra_results(session.collectives.all_gather).get("skipped_images", 0)
     details = run.workload.details(sums) if session.rank == 0 else {}  # some modes have the sums there alone
     return {f"eval/{name}": value for name, value in metrics.items()}, skipped, details

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
@@ -24,29 +24,21 @@ from runner.storage import run_directory
 from runner.storage.checkpoints import prune
 from runner.storage.files import json_text, write_text
 from runner.system import torch_errors
-from runner.system.accelerator import total_bytes
-from runner.system.memory import host_memory
 from runner.system.secrets import printable, redacted
-from runner.system.tables import size
 from runner.tracking.log_file import LogFile
 from runner.training import train, train_rank
 
 log = logging.getLogger(__name__)
 
-_LEAST_SAVED = 0.1
-"""The least part of the memory that a change must save to be named, as a plan counts tensors only."""
 
-Report = Callable[[Run, Session, Path, Result], None]
-
-
-def run_one(run: Run, overrides: list[str], directory: Path | None = None, report: Report = lambda *_: None) -> Result:
+def run_one(run: Run, overrides: list[str], directory: Path | None = None, print_end: bool = False) -> Result:
     """Check and train `run`, write `result.json`, and return the result, even if training crashed.
 
     Args:
         run: the run.
         overrides: the overrides that are already applied to the run's config; they are saved in the run directory.
         directory: where to train; None: in a new directory in `output_root`, or in the one that `resume` determines.
-        report: what rank 0 calls at the end.
+        print_end: whether to print what became of the run, and what to type next.
 
     Raises:
         ConfigError: if the config cannot run; no files are left behind.
@@ -54,8 +46,6 @@ def run_one(run: Run, overrides: list[str], directory: Path | None = None, repor
     root = Path(run.output_root) / run.name
     parent, name = (root, None) if directory is None else (directory.parent, directory.name)
     check_used(run, overrides)
-    if run.accumulation.steps == "auto":
-        raise ConfigError("accumulation", "auto", "it has not been chosen", "type a number")
     launcher = run.parallel.launcher(run.device)
     with launcher.connect() as collectives, ExitStack() as stack, LogFile(None, collectives.rank) as log_file:
         check_same_config(run.config, collectives)
@@ -84,7 +74,8 @@ def run_one(run: Run, overrides: list[str], directory: Path | None = None, repor
             if is_there:
                 begin()  # if the run has crashed before: the result of the earlier session is kept
                 write_result(run, directory, result)
-            report(run, session, directory, result)
+            if print_end:
+                print_summary(run, session, directory, result)
     return result
 
 
@@ -114,36 +105,12 @@ def trained(
     result.cause = error
     if torch_errors.is_out_of_memory(error) and "SIGKILL" not in result.error:  # which need not be for lack of memory
         with suppress(Exception):  # the run has said what is wrong; this is only advice
-            for line in _advice(run, overrides):
+            from runner.api.composing import compose
+            from runner.planning.report import advice_when_out_of_memory
+
+            for line in advice_when_out_of_memory(run, lambda w: build_run(dict(compose(replaced(overrides, *w))))):
                 log.error("%s", line)
     return result
-
-
-def _advice(run: Run, overrides: Sequence[str]) -> Iterator[str]:
-    """Yield lines: the memory that the plan of `run` counts, by kind, and the three cheapest changes that need less.
-
-    `overrides` are those of the run, to which the changes are added.
-    """
-    from runner.api.composing import compose
-    from runner.planning.fake_step import prepared, trace_ranks
-    from runner.planning.report import remedies
-
-    session = prepared(run)
-    device, ranks = session.device, trace_ranks(run, session)
-    rank = max(ranks, key=lambda rank: rank.peak_bytes)
-    on_host = device.type == "cpu"
-    room = host_memory()["total_bytes"] or 0 if on_host else total_bytes(device)
-    needed = sum(each.peak_bytes for each in ranks) if on_host else rank.peak_bytes
-    where = "this machine has" if on_host else f"{device} has"
-    kinds = ", ".join(f"{kind} {size(count)}" for kind, count in rank.peak.items() if count)
-    yield f"tensors need {size(needed)} according to the plan, and {where} {size(room)}; rank {rank.rank}: {kinds}"
-
-    def changed(words: Sequence[str]) -> Run:
-        return build_run(dict(compose(replaced(overrides, *words))))
-
-    limit = (1 - _LEAST_SAVED) * min(rank.peak_bytes, room / (len(ranks) if on_host else 1))
-    for each in remedies(run, changed, max(session.world_size, len(session.devices)), limit):
-        yield f"needs {size(each['peak_bytes'])} per process: {' '.join(each['overrides'])} ({each['costs']})"
 
 
 def write_result(run: Run, directory: Path, result: Result) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -168,8 +168,26 @@ class SavedRun:
         check(top >= 1, "top", top, "at least the most probable class is predicted", "top=5, for example")
         step = self._step(choice)
         inputs, classes = self.image_input(step), self.signature(step)["classes"]
-        found = image_files([files] if isinstance(files, str | os.PathLike) else files)
-        return list(_predictions(self.model(step), inputs, classes, found, top))
+        paths = image_files([files] if isinstance(files, str | os.PathLike) else files)
+        model = self.model(step)
+        predictions: list[Prediction] = []
+        for start in range(0, len(paths), _BATCH):
+            images: dict[str, torch.Tensor] = {}
+            found: dict[str, Prediction] = {}
+            for file in paths[start : start + _BATCH]:
+                try:
+                    images[file] = inputs.read(file)
+                except Exception as error:  # decoders may raise anything for a damaged file
+                    found[file] = Prediction(file, error=printable(f"{type(error).__name__}: {error}"))
+            if images:
+                with torch.inference_mode():
+                    outputs = model(inputs.normalized(torch.stack([*images.values()])))
+                    values, indices = outputs.softmax(1).topk(min(top, len(classes)))
+                for file, probabilities, labels in zip(images, values.tolist(), indices.tolist(), strict=True):
+                    best = tuple((printable(classes[i]), p) for i, p in zip(labels, probabilities, strict=True))
+                    found[file] = Prediction(file, *best[0], top=best)
+            predictions += [found[file] for file in paths[start : start + _BATCH]]
+        return predictions
 
     def image_input(self, choice: str | int = "best") -> ImageInput:
         """Return the transform that turns images into inputs of the model, as in the evaluation of the run."""
@@ -215,32 +233,6 @@ def image_files(paths: Sequence[str | os.PathLike[str]]) -> list[str]:
         found += images
     check(bool(found), "FILES", list(paths), "there is nothing to predict", "name images, or a directory of them")
     return found
-
-
-def _predictions(
-    model: torch.nn.Module, inputs: ImageInput, classes: Sequence[str], files: Sequence[str], top: int = 1
-) -> Iterator[Prediction]:
-    """Yield the prediction of `model`, a classifier on the CPU, for each file, in the order of the files.
-
-    `top` is the number of classes in `Prediction.top`, at most.
-    """
-    for start in range(0, len(files), _BATCH):
-        batch = files[start : start + _BATCH]
-        images: dict[str, torch.Tensor] = {}
-        found: dict[str, Prediction] = {}
-        for file in batch:
-            try:
-                images[file] = inputs.read(file)
-            except Exception as error:  # decoders may raise anything for a damaged file
-                found[file] = Prediction(file, error=printable(f"{type(error).__name__}: {error}"))
-        if images:
-            with torch.inference_mode():
-                outputs = model(inputs.normalized(torch.stack([*images.values()])))
-                values, indices = outputs.softmax(1).topk(min(top, len(classes)))
-            for file, probabilities, labels in zip(images, values.tolist(), indices.tolist(), strict=True):
-                best = tuple((printable(classes[int(i)]), p) for i, p in zip(labels, probabilities, strict=True))
-                found[file] = Prediction(file, *best[0], top=best)
-        yield from (found[file] for file in batch)
 
 
 def _without_memory(build: Callable[[], torch.nn.Module], path: Path) -> torch.nn.Module | None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from runner.analysis.saved_runs import MeasuredRun
-from runner.api.composing import check_list_of_texts, separate_hydra
+from runner.api.composing import JOB_MODULES, check_list_of_texts, separate_hydra
 from runner.api.execution import settings_kept
 from runner.config import user_code
 from runner.config.composition import Composer
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     import pandas as pd
 
 log = logging.getLogger(__name__)
-
-_PRELOADED = ("runner.tracking.event_file", "runner.api.run_job", "runner.commands.train", "runner.api.composing")
 
 
 def sweep(overrides: Sequence[str], *, config_dir: str | None = None, **code: Any) -> pd.DataFrame:
@@ -56,7 +54,7 @@ def sweep(overrides: Sequence[str], *, config_dir: str | None = None, **code: An
         why = "its jobs are commands on other machines, which objects of this process do not reach"
         is_local = not given.objects or isinstance(jobs.engine, Local)
         check(is_local, "sweep", type(jobs.engine).__name__.lower(), why, "sweep=local, or a file: workload=mine.py")
-        path, codes = run_sweep(jobs, words, config_dir, _PRELOADED)
+        path, codes = run_sweep(jobs, words, config_dir, JOB_MODULES)
     if STOPPED in codes[:1]:
         log.warning("the sweep was stopped: resume=auto among the same overrides continues it")
     return pd.DataFrame([_row(path, entry, jobs.swept) for entry in read_ledger(path)["jobs"].values()])

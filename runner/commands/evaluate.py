@@ -56,8 +56,8 @@ def main(arguments: Sequence[str] | None) -> int:
         evaluation = evaluation._replace(metrics=metrics)
     if options.json:
         step = int(checkpoint.name.removeprefix("step_"))
-        report = {"checkpoint": str(checkpoint), "step": step} | evaluation._asdict() | evaluation.details
-        print(json.dumps({key: value for key, value in report.items() if key != "details"}, indent=2))
+        report = {"checkpoint": str(checkpoint), "step": step, "metrics": evaluation.metrics}
+        print(json.dumps(report | {"description": evaluation.description, **evaluation.details}, indent=2))
         return DONE
     if options.csv:
         sys.stdout.write(csv_text(_lines(evaluation)))

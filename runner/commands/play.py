@@ -24,9 +24,6 @@ from runner.seeds import derive
 from runner.system.console import DONE
 
 if TYPE_CHECKING:
-    import torch
-
-    from runner.env.base import Env
     from runner.env.vector import Vector
 
 _MAX_FRAMES = 2_000
@@ -47,7 +44,11 @@ def main(arguments: Sequence[str] | None) -> int:
     options = parser.parsed(arguments)
     check(options.episodes >= 1, "--episodes", options.episodes, "nothing would be played", "use --episodes 1")
     check_writable("--film", options.film, ".gif")
+    import torch
+
     from runner.api.saved import load
+    from runner.tracking.image_grids import gif
+    from runner.workloads.dqn.evaluation import frame, play_one
     from runner.workloads.dqn.workload import DQN
 
     run = load(options.run)
@@ -57,23 +58,17 @@ def main(arguments: Sequence[str] | None) -> int:
         raise ConfigError("directory", str(run.directory), why, "name a run of workload=dqn")
     workload.prepare()
     model = run.model(options.checkpoint, options.overrides)
-    _play(workload.env, model, options.seed, options.episodes, options.film, typed_path(run.directory))
-    return DONE
 
-
-def _play(env: Env, model: torch.nn.Module, seed: int, num_episodes: int, film: str | None, run: str) -> None:
-    import torch
-
-    from runner.tracking.image_grids import gif
-    from runner.workloads.dqn.evaluation import frame, play_one
-
-    render_mode, otherwise = "rgb_array" if film else "human", f"python -m runner evaluate {run} needs no pictures"
+    env, film = workload.env, options.film
+    render_mode = "rgb_array" if film else "human"
+    otherwise = f"python -m runner evaluate {typed_path(run.directory)} needs no pictures"
     if not film and not env.cannot_be_drawn("rgb_array", ""):
         otherwise = "film it: --film FILE.gif"
     if missing := env.cannot_be_drawn(render_mode, otherwise):
         raise ConfigError("env" if film is None else "--film", film or env.id, *missing)
     has_window = film is not None or _has_display()
     check(has_window, "--film", ABSENT, "there is no display on which a window could open", otherwise)
+
     dtype, device = next(model.parameters()).dtype, torch.device("cpu")
     every = max(1, round(env.frames_per_second / _FRAMES_PER_SECOND))
     frames: list[torch.Tensor] = []
@@ -81,11 +76,11 @@ def _play(env: Env, model: torch.nn.Module, seed: int, num_episodes: int, film: 
     def keep(vector: Vector, step: int) -> None:
         if film is not None and step % every == 0:
             why = f"a film has at most {_MAX_FRAMES} frames, and episode {episode} would exceed them"
-            check(len(frames) < _MAX_FRAMES, "--episodes", num_episodes, why, "play fewer, or shorter ones")
+            check(len(frames) < _MAX_FRAMES, "--episodes", options.episodes, why, "play fewer, or shorter ones")
             frames.append(frame(vector))
 
-    for episode in range(num_episodes):
-        state_seed = derive(seed, "play", episode)
+    for episode in range(options.episodes):
+        state_seed = derive(options.seed, "play", episode)
         with torch.inference_mode():
             total, length = play_one(env, lambda batch: model(batch.to(dtype)), device, state_seed, render_mode, keep)
         print(f"episode {episode}: return {total:g}, {length} steps")
@@ -95,6 +90,7 @@ def _play(env: Env, model: torch.nn.Module, seed: int, num_episodes: int, film: 
         except OSError as error:
             why = f"it cannot be written: {error.strerror}"
             raise ConfigError("--film", film, why, "make room, or write it elsewhere") from None
+    return DONE
 
 
 def _has_display() -> bool:

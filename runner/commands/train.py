@@ -16,7 +16,7 @@ import_lazily("torch", "torchvision")
 from runner.commands import COMMANDS  # noqa: E402
 from runner.commands.arguments import Parser, command  # noqa: E402
 from runner.commands.help import help_text  # noqa: E402
-from runner.config.errors import ABSENT, check, did_you_mean  # noqa: E402
+from runner.config.errors import ABSENT, ConfigError, check, did_you_mean  # noqa: E402
 from runner.config.options import option_files  # noqa: E402
 from runner.config.overrides import checked_path, quoted, resumed  # noqa: E402
 from runner.system import __version__  # noqa: E402
@@ -27,14 +27,6 @@ if TYPE_CHECKING:
 
 RUN_DIRECTORY = "--run-directory"
 """The flag that sets the run directory. The scheduler of a sweep passes this flag to the jobs."""
-
-
-PRELOADED = (
-    *("torch.utils.flop_counter", "PIL.ImageDraw", "psutil", "torch.utils.tensorboard.summary"),
-    "runner.tracking.event_file",
-    *("runner.api.run_job", "runner.commands.train", "runner.api.composing"),
-)
-"""Modules that the jobs of a sweep need. Their server imports them once, also those that a run imports late."""
 
 
 @command
@@ -82,7 +74,7 @@ def _run(arguments: list[str]) -> list[int]:
         why, remedy = "resume=RUN continues in the directory of the run", "type resume=auto, or leave one out"
         check(resumed(options.overrides) is None, RUN_DIRECTORY, directory, why, remedy)
         directory = Path(os.path.abspath(checked_path(RUN_DIRECTORY, directory)))
-    from runner.api.composing import compose_run, composer_of
+    from runner.api.composing import JOB_MODULES, compose_run, composer_of
     from runner.config.composition import Composer
 
     if options.multirun:
@@ -90,7 +82,7 @@ def _run(arguments: list[str]) -> list[int]:
         from runner.sweeps.sweep_jobs import SweepJobs
 
         jobs = SweepJobs(Composer(options.config_dir), [quoted(word, sweep=True) for word in options.overrides])
-        return run_sweep(jobs, options.overrides, options.config_dir, PRELOADED)[1]
+        return run_sweep(jobs, options.overrides, options.config_dir, JOB_MODULES)[1]
     composer = composer_of(options.overrides, options.config_dir)
     job = compose_run(composer, options.overrides)
     if options.cfg:
@@ -113,9 +105,9 @@ def _run(arguments: list[str]) -> list[int]:
         from runner.parallel.launch.processes import start_rank_server
 
         start_rank_server()
-    from runner.api.run_job import print_summary, run_one
+    from runner.api.run_job import run_one
 
-    return [run_one(run, job.overrides, directory, print_summary).exit_code]
+    return [run_one(run, job.overrides, directory, print_end=True).exit_code]
 
 
 def _print_model(run: Run) -> None:
@@ -124,8 +116,8 @@ def _print_model(run: Run) -> None:
 
     run.workload.prepare()
     shape = run.workload.input_shape()
-    why = f"{type(run.workload).__name__} does not say of what shape the inputs of its network are"
-    check(shape is not None, "--summary", ABSENT, why, "leave it out, or define input_shape()")
-    assert shape is not None
+    if shape is None:
+        why = f"{type(run.workload).__name__} does not say of what shape the inputs of its network are"
+        raise ConfigError("--summary", ABSENT, why, "leave it out, or define input_shape()")
     print(table_of(without_memory(run.workload.build_model), shape)[0])
     print(f"for one input of {'×'.join(map(str, shape))}; FLOPs are those of a forward pass")

@@ -27,6 +27,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from runner.commands.arguments import Parser, check_not_resumed, command
@@ -64,10 +65,6 @@ def main(arguments: Sequence[str] | None) -> int:
     for name in allowed:
         check(name in PERMISSIONS, "--allow", name, "it is not a kind of results", ", ".join(PERMISSIONS))
 
-    def said(line: str) -> None:
-        if not options.json:
-            print(line, file=sys.stderr, flush=True)
-
     def build(more: Sequence[str]) -> Run:
         return build_run(dict(compose([*overrides, *more], config_dir=config_dir)))
 
@@ -75,7 +72,7 @@ def main(arguments: Sequence[str] | None) -> int:
     check_used(run, overrides)
     seconds = options.budget - _SAVING_SECONDS - (time.perf_counter() - began)
     try:
-        found = tune(build, overrides, seconds, allowed, said)
+        found = tune(build, overrides, seconds, allowed, partial(print, file=sys.stderr, flush=True))
     except TrialError as error:
         print(f"the config cannot be trained: {error.why}", file=sys.stderr)
         return REFUSED if error.status == "refused" else CRASHED

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby, pairwise
 from typing import Any
 
@@ -112,6 +112,26 @@ def remedies(run: Run, build: Callable[[Sequence[str]], Run], num_devices: int, 
         if len(found) == 3:
             break
     return found
+
+
+def advice_when_out_of_memory(run: Run, build: Callable[[Sequence[str]], Run]) -> Iterator[str]:
+    """Yield lines for a run that is out of memory: what its plan counts, and changes that need less (see `remedies`).
+
+    A change is named if it saves a tenth of the memory, as a plan counts tensors only.
+    """
+    session = prepared(run)
+    device, ranks = session.device, trace_ranks(run, session)
+    rank = max(ranks, key=lambda rank: rank.peak_bytes)
+    on_host = device.type == "cpu"
+    room = host_memory()["total_bytes"] or 0 if on_host else total_bytes(device)
+    needed = sum(each.peak_bytes for each in ranks) if on_host else rank.peak_bytes
+    where = "this machine has" if on_host else f"{device} has"
+    kinds = ", ".join(f"{kind} {size(count)}" for kind, count in rank.peak.items() if count)
+    yield f"tensors need {size(needed)} according to the plan, and {where} {size(room)}; rank {rank.rank}: {kinds}"
+
+    limit = 0.9 * min(rank.peak_bytes, room / (len(ranks) if on_host else 1))
+    for each in remedies(run, build, max(session.world_size, len(session.devices)), limit):
+        yield f"needs {size(each['peak_bytes'])} per process: {' '.join(each['overrides'])} ({each['costs']})"
 
 
 def bubbles(
