@@ -45,7 +45,7 @@ def outcome(words: list[str], option_file: bytes = b"") -> Outcome:
     """Run the command, up to training, in a new directory with the option file `mine/local/default.yaml`."""
     built: list[Any] = []
 
-    def train(run: Any, *rest: Any) -> Result:
+    def train(run: Any, *rest: Any, **more: Any) -> Result:
         built.append(run)
         return Result("done")
 
