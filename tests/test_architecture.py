@@ -82,13 +82,10 @@ def test_there_are_no_import_cycles():
     graphlib.TopologicalSorter(graph).prepare()  # raises an error that names the modules of a cycle
 
 
-def test_the_numbers_of_layers_and_of_top_level_files_stay_small():
+def test_the_layers_the_top_level_files_and_the_interface_of_parallel_modes_stay_few():
     assert len(LAYERS) <= 15
     at_the_root = sorted(path.name for path in (ROOT / "runner").glob("*.py"))
     assert len(at_the_root) <= 18, at_the_root
-
-
-def test_the_interface_of_parallel_modes_stays_small():
     public = [name for name in dir(Parallel) if not name.startswith("_")]
     assert len(public) <= 16, public
 

@@ -24,44 +24,28 @@ def test_weights_and_curves_equal_those_of_a_plain_loop(case, seed, trained):
     assert [step for step, _ in logged["train/loss"]] == list(range(1, loops.STEPS + 1))
 
 
-@pytest.mark.parametrize(("accumulation", "channels_last"), [(2, "false"), (4, "true"), (8, "false")])
-def test_accumulation_changes_nothing(accumulation, channels_last, trained):
-    run = trained(*loops.PLAIN_LOOP_OVERRIDES, f"accumulation={accumulation}", f"channels_last={channels_last}")
-    wanted = loops.plain_loop(run.run, loops.OPTIMIZER_CASES["sgd"][1]).weights
-    assert loops.largest_difference(weights(run), wanted) <= 1e-6
+SCHEDULE = ("schedule=step", "schedule.milestones=[0.4]", "schedule.warmup=0.2")
+RATES = (0.025, 0.05, *[0.05] * 4, *[0.005] * 4)  # two steps of warm-up, then 0.4 of the other eight, rounded up
 
 
-def test_a_batch_may_span_two_epochs(trained):
-    run = trained(*[text for text in loops.PLAIN_LOOP_OVERRIDES if not text.startswith("batch_size")], "batch_size=200")
-    wanted = loops.plain_loop(run.run, loops.OPTIMIZER_CASES["sgd"][1]).weights
-    assert loops.largest_difference(weights(run), wanted) <= 1e-6
-
-
-def test_gradients_are_clipped_by_the_norm_of_the_whole_batch(trained):
-    run = trained(*loops.PLAIN_LOOP_OVERRIDES, "accumulation=4", "max_grad_norm=0.1")
-    wanted = loops.plain_loop(run.run, loops.OPTIMIZER_CASES["sgd"][1], loops.PlainSettings(max_norm=0.1)).weights
-    unclipped = loops.plain_loop(run.run, loops.OPTIMIZER_CASES["sgd"][1]).weights
-    assert loops.largest_difference(weights(run), wanted) <= 1e-6
-    assert loops.largest_difference(unclipped, wanted) > 1e-3
-
-
-def test_each_step_has_the_learning_rate_of_the_schedule(trained):
-    run = trained(*loops.PLAIN_LOOP_OVERRIDES, "schedule=step", "schedule.milestones=[0.4]", "schedule.warmup=0.2")
-    rates = [0.025, 0.05] + [0.05] * 4 + [0.005] * 4  # two steps of warm-up, then 0.4 of the other eight, rounded up
-    wanted = loops.plain_loop(
-        run.run, loops.OPTIMIZER_CASES["sgd"][1], loops.PlainSettings(learning_rates=tuple(rates))
-    ).weights
-    assert loops.largest_difference(weights(run), wanted) <= 1e-6
-    assert [rate for _, rate in scalar_curves(run.directory)["lr"]] == pytest.approx(rates)
-
-
-def test_double_precision_is_used_throughout(trained):
-    run = trained(*loops.PLAIN_LOOP_OVERRIDES, "precision=64")
-    wanted = loops.plain_loop(
-        run.run, loops.OPTIMIZER_CASES["sgd"][1], loops.PlainSettings(dtype=torch.float64)
-    ).weights
-    assert all(tensor.dtype == torch.float64 for tensor in weights(run).values())
-    assert loops.largest_difference(weights(run), wanted) <= 1e-13
+@pytest.mark.cases(
+    *((("accumulation=2", "channels_last=false"), {}), (("accumulation=4",), {}), (("accumulation=8",), {})),
+    (("batch_size=200",), {}),  # which may span two epochs
+    (("accumulation=4", "max_grad_norm=0.1"), {"max_norm": 0.1}),  # by the norm of the whole batch
+    *((SCHEDULE, {"learning_rates": RATES}), (("precision=64",), {"dtype": torch.float64})),
+    ids=str,
+)
+def test_weights_of_a_divided_clipped_scheduled_or_double_run_equal_those_of_a_plain_loop(overrides, settings, trained):
+    run = trained(*loops.PLAIN_LOOP_OVERRIDES, *overrides)
+    wanted = loops.plain_loop(run.run, loops.OPTIMIZER_CASES["sgd"][1], loops.PlainSettings(**settings)).weights
+    dtype = settings.get("dtype", torch.float32)
+    assert all(tensor.dtype == dtype for tensor in weights(run).values())
+    assert loops.largest_difference(weights(run), wanted) <= (1e-13 if dtype == torch.float64 else 1e-6)
+    if "max_norm" in settings:
+        unclipped = loops.plain_loop(run.run, loops.OPTIMIZER_CASES["sgd"][1]).weights
+        assert loops.largest_difference(unclipped, wanted) > 1e-3
+    if "learning_rates" in settings:
+        assert [rate for _, rate in scalar_curves(run.directory)["lr"]] == pytest.approx(RATES)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "16"])

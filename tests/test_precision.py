@@ -69,20 +69,30 @@ def train(
     return weights
 
 
-def by_hand(dtype: torch.dtype | None = None, max_norm: float | None = None) -> list[torch.Tensor]:
-    """Train the same five steps in plain torch, in float32 or with autocast to `dtype`."""
-    model = network()
-    optimizer, weights = sgd(model), []
-    for inputs, targets in batches():
+def by_hand(
+    dtype: torch.dtype | None = None,
+    max_norm: float | None = None,
+    gradient_hook: GradientHook = lambda step, model: None,
+    device: torch.device = CPU,
+    growth_interval: int = 0,
+) -> tuple[list[torch.Tensor], torch.amp.GradScaler]:
+    """Train the same five steps by torch's recipe, in float32 or with autocast to `dtype`, and perhaps loss scaling."""
+    model, weights = network(device), []
+    optimizer, scaled = sgd(model), growth_interval > 0
+    scaler = torch.amp.GradScaler(device.type, init_scale=256.0, growth_interval=growth_interval or 1, enabled=scaled)
+    for step, (inputs, targets) in enumerate(batches(device)):
         optimizer.zero_grad()
-        with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
+        with torch.autocast(device.type, dtype or torch.bfloat16, enabled=dtype is not None):
             loss = cross_entropy(model(inputs), targets)
-        loss.backward()
+        scaler.scale(loss).backward()
+        gradient_hook(step, model)
+        scaler.unscale_(optimizer)
         if max_norm is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-        optimizer.step()
+        scaler.step(optimizer)
+        scaler.update()
         weights.append(torch.nn.utils.parameters_to_vector(model.parameters()).detach().clone())
-    return weights
+    return weights, scaler
 
 
 def run(precision: Precision, max_norm: float | None = None) -> list[torch.Tensor]:
@@ -108,9 +118,9 @@ def equal(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
 def test_on_a_cpu_each_precision_is_plain_float32_or_autocast(kind, dtype, warning, max_norm, caplog):
     precision = kind()
     weights = run(precision, max_norm)
-    assert equal(weights, by_hand(dtype, max_norm))
+    assert equal(weights, by_hand(dtype, max_norm)[0])
     assert weights[0].dtype == torch.float32, "parameters stay float32"
-    assert dtype is None or not equal(weights, by_hand(None, max_norm))
+    assert dtype is None or not equal(weights, by_hand(None, max_norm)[0])
     assert warning in caplog.text
     assert torch.get_float32_matmul_precision() == "highest"
     assert (precision.scalars(), precision.num_skipped()) == ({}, 0)
@@ -175,28 +185,6 @@ def overflow_at(*steps: int) -> GradientHook:
     return gradient_hook
 
 
-def scaled_by_hand(
-    gradient_hook: GradientHook, max_norm: float | None, device: torch.device = CPU
-) -> tuple[list[torch.Tensor], torch.amp.GradScaler]:
-    """Train five steps by torch's recipe for gradient clipping with automatic mixed precision."""
-    model, weights = network(device), []
-    optimizer = sgd(model)
-    scaler = torch.amp.GradScaler(device.type, init_scale=256.0, growth_interval=2)
-    for step, (inputs, targets) in enumerate(batches(device)):
-        optimizer.zero_grad()
-        with torch.autocast(device.type, torch.float16):
-            loss = cross_entropy(model(inputs), targets)
-        scaler.scale(loss).backward()
-        gradient_hook(step, model)
-        scaler.unscale_(optimizer)
-        if max_norm is not None:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-        scaler.step(optimizer)
-        scaler.update()
-        weights.append(torch.nn.utils.parameters_to_vector(model.parameters()).detach().clone())
-    return weights, scaler
-
-
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("max_norm", [None, 0.5])
@@ -206,7 +194,7 @@ def test_16_equals_torchs_recipe_for_mixed_precision(steps, max_norm, fused, dev
     where, exact = torch.device(device), device == "cpu" and not fused
     precision, model = scaled(device=where), network(where)
     weights = train(precision, model, SGD(lr=0.1, fused=fused).build(model), max_norm, overflow_at(*steps), where)
-    expected, scaler = scaled_by_hand(overflow_at(*steps), max_norm, where)
+    expected, scaler = by_hand(torch.float16, max_norm, overflow_at(*steps), where, growth_interval=2)
     torch.testing.assert_close(weights, expected, rtol=0 if exact else 1e-4, atol=0 if exact else 1e-6)
     assert precision.num_skipped() == len(steps)
     assert precision.scalars() == {"train/loss_scale": scaler.get_scale(), "train/skipped_steps": float(len(steps))}

@@ -40,7 +40,6 @@ REFUSED: dict[str, tuple[str, ...]] = {
     "batch_size=99999999999": ("batch_size: got 99999999999", "≥ 1", "≤ 2147483647"),
     "device.kind=gpu": ("device.kind: got 'gpu'", "auto, cpu, cuda, mps"),
     # Incompatible values
-    "accumulation.steps=5": ("batch_size: got 64", "5 micro-batches", "accumulation.steps"),
     "batch_size=63  accumulation.steps=4": ("batch_size: got 63", "batch_size=60", "batch_size=64"),
     "optimizer.nesterov=true  optimizer.momentum=0": ("optimizer.nesterov: got True", "optimizer.momentum=0.9"),
     "device.kind=cpu  device.index=3": ("device.index: got 3", "cpu"),
