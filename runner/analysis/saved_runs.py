@@ -118,13 +118,11 @@ class MeasuredRun:
     @property
     def measures(self) -> dict[str, float]:
         """The `steps`, `seconds`, `step_seconds` (the median) and `samples_per_second` of a run that is done."""
-        step, batch_size = self.result["step_seconds"].get("median", 0), self.labels.get("batch_size")
-        rate = batch_size / step if step and is_number(batch_size) else 0
         numbers = {
             "steps": self.result["steps"],
             "seconds": self.result.get("seconds", 0),
-            "step_seconds": step,
-            "samples_per_second": self.result.get("samples_per_second") or rate,
+            "step_seconds": self.result["step_seconds"].get("median", 0),
+            "samples_per_second": self.result.get("samples_per_second", 0),
         }
         return {name: float(number) for name, number in numbers.items() if number > 0}  # 0: it was not measured
 

@@ -32,8 +32,9 @@ class Sweep:
         self.path, self.count = path, 0
 
     def add(self, seconds: float, *overrides: str, **result: Any) -> Path:
-        """Write a run with this median step time, and a tenth of it as its accuracy."""
-        entries = evaluation_entries(seconds / 10, 0.0, step_seconds={"median": seconds}, world_size=2) | result
+        """Write a run with this median step time of 120 samples, and a tenth of it as its accuracy."""
+        speed = {"step_seconds": {"median": seconds}, "samples_per_second": 120 / seconds}
+        entries = evaluation_entries(seconds / 10, 0.0, **speed, world_size=2) | result
         self.count += 1
         return write_run_directory(self.path / f"{self.count:03d}-job", *overrides, **entries)
 

@@ -5,15 +5,14 @@ import io
 import os
 import pty
 import re
-import subprocess
+import select
 import sys
-from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from helpers.clock import FakeClock
-from helpers.command import TIMEOUT_SECONDS, child_environment
+from helpers.command import Command
 from helpers.compose import TINY_CPU
 
 import runner.tracking.progress
@@ -87,18 +86,16 @@ def test_the_display_depends_on_the_terminal(monkeypatch):
     assert type(progress_for(10, 0, visible=True)) is Progress
 
 
-def on_a_terminal(program: list[str], cwd: Path) -> str:
-    """Run `program` on a pseudoterminal with 80 columns, and return its output."""
+def on_a_terminal(cwd: Path, *arguments: str) -> str:
+    """Run the command on a pseudoterminal with 80 columns, and return its output."""
     ours, theirs = pty.openpty()
-    environment = child_environment(TERM="xterm-256color", COLUMNS="80")
-    process = subprocess.Popen(program, cwd=cwd, env=environment, stdin=theirs, stdout=theirs, stderr=theirs)
-    os.close(theirs)
-    sent = b""
-    with suppress(OSError):  # on Linux, the error when the other end is closed
-        while part := os.read(ours, 65536):
-            sent += part
-    os.close(ours)
-    assert process.wait(timeout=TIMEOUT_SECONDS) == 0, sent.decode()
+    (cwd / "console.txt").symlink_to(os.ttyname(theirs))
+    command, sent = Command(cwd, *arguments, TERM="xterm-256color", COLUMNS="80"), b""
+    while (ready := select.select([ours], [], [], 0.02)[0]) or command.command_exit_code is None:
+        sent += os.read(ours, 65536) if ready else b""
+    for end in (ours, theirs):
+        os.close(end)
+    assert command.command_exit_code == 0, sent.decode()
     return sent.decode()
 
 
@@ -107,7 +104,7 @@ COLOUR = re.compile(r"\x1b\[[0-9;]*(3[0-8]|4[0-8]|9[0-7])[0-9;]*m")
 
 
 def test_the_command_draws_a_bar_and_restores_the_terminal(tmp_path):
-    sent = on_a_terminal([sys.executable, "-m", "runner", *TINY_CPU, "steps=100", "log_every=10"], tmp_path)
+    sent = on_a_terminal(tmp_path, *TINY_CPU, "steps=100", "log_every=10")
     assert COLOUR.search(sent)
     plain = ESCAPE.sub("", sent)
     shown = re.findall(r"━+ step (\d+)/100  \d+:\d\d left  loss \S+  accuracy \S+", plain)
