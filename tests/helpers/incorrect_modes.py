@@ -4,6 +4,7 @@ import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +19,14 @@ from runner.parallel.multiprocess import MultiProcess
 from runner.parallel.session import Session
 from runner.tracking.metrics import BatchSums, MetricSums, batch_sums
 from runner.workloads.classifier import Classifier
+
+
+def declare(directory: Path, monkeypatch: Any) -> None:
+    """Declare `helpers`, by files in `directory`, as a package of components, so that configs may use those below."""
+    (info := directory / "helpers-1.dist-info").mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: helpers\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[runner.components]\nhelpers = helpers.incorrect_modes\n")
+    monkeypatch.syspath_prepend(str(directory))
 
 
 @dataclass

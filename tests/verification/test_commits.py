@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from runner.commands import verify
+from runner.config import user_code
 
 MINE = """
 import json
@@ -47,7 +48,8 @@ def repository(tmp_path, monkeypatch):
     git("commit", "--quiet", "-m", "first")
     (top / "samples").mkdir()
     (top / "samples" / "inputs.json").write_text(str([[float(i * j % 10) for j in range(4)] for i in range(48)]))
-    return top
+    with user_code.using(user_code.UserCode()):  # the command keeps what is typed
+        yield top
 
 
 def test_the_same_and_other_code_are_told_apart_and_nothing_is_written_to_the_repository(

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy
 import pytest
+from helpers import incorrect_modes
 from helpers.checkpoint_edits import rewrite_manifest
 from helpers.compose import TINY_CPU, build_composed_run, train_in
 from helpers.handmade_runs import write_config
@@ -69,11 +70,7 @@ def test_another_order_of_sums_is_equal_up_to_rounding(recorded, capsys):
 def test_other_code_and_other_options_are_different_from_the_step_on_at_which_they_act(
     recorded, copied, tmp_path, monkeypatch, capsys
 ):
-    info = tmp_path / "helpers-1.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: helpers\nVersion: 1\n")
-    (info / "entry_points.txt").write_text("[runner.components]\nhelpers = helpers.incorrect_modes\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
+    incorrect_modes.declare(tmp_path, monkeypatch)
     (tmp_path / "parallel").mkdir()
     (tmp_path / "parallel" / "drops.yaml").write_text("_target_: helpers.incorrect_modes.DropsLastMicroBatch\n")
     assert verify.main([str(recorded), "-cd", str(tmp_path), "parallel=drops", "accumulation=2"]) == verify.DIFFERENT

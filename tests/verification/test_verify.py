@@ -7,6 +7,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from helpers import incorrect_modes
 from helpers.compose import TINY_CPU, compose_config, option_content, prepare_session
 from helpers.narrow_resnet import record_first_steps, use_narrow_resnet
 from helpers.ranks import Ranks
@@ -24,16 +25,6 @@ from runner.verification.verdict import Pair, Verdict, compare, first_other_samp
 RESNET = ("model=resnet18", "data.size=16", "data.holdout=0.02", "batch_size=8")
 SINGLE = option_content("parallel", "single")["_target_"]
 KINDS = ("samples", "loss", "gradients", "weights", "buffers", "evaluation")
-
-
-@pytest.fixture(autouse=True)
-def _helpers_are_trusted(tmp_path, monkeypatch) -> None:
-    """Declare `helpers` as a package of components, so that configs may use the modes and workloads in it."""
-    info = tmp_path / "helpers-1.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: helpers\nVersion: 1\n")
-    (info / "entry_points.txt").write_text("[runner.components]\nhelpers = helpers.incorrect_modes\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
 
 
 REFERENCES: dict[str, list[Steps]] = {}
@@ -60,6 +51,7 @@ def _few_runs(ranks: Ranks, tmp_path, monkeypatch) -> None:
             REFERENCES[key] = verify_steps.first_steps(runs)
         return copy.deepcopy(REFERENCES[key])
 
+    incorrect_modes.declare(tmp_path, monkeypatch)
     monkeypatch.setattr(verify_steps, "build_run", lambda config: use_narrow_resnet(build_run(config)))
     monkeypatch.setattr(verification, "first_steps", first_steps)
     monkeypatch.setattr(verification, "compose", compose)
@@ -228,16 +220,16 @@ def test_sample_hashes_depend_on_every_bit():
     assert sample_hashes(torch.zeros(3, 0), 3) == sample_hashes([torch.ones(3, 0)], 3), "no sample has an element"
 
 
-def test_the_samples_of_each_step_are_compared():
+def test_the_first_step_with_other_samples_is_named():
     reference = [["a", "b"], ["c", "d"]]
     for tested, step in ([["a", "b"], ["c", "d"]], 0), ([["a", "b"], ["c", "c"]], 2), ([["a"], ["c", "d"]], 1):
         assert first_other_samples(Pair(Steps(tested), Steps(reference))) == step
 
 
-def steps(gradient: float) -> Steps:
-    kinds = ("loss", "weights", "buffers", "evaluation")
-    tensors = {kind: {} for kind in kinds} | {"gradients": {"w": torch.tensor(gradient, dtype=torch.float64)}}
-    return Steps([["a"]], tensors)
+def steps(gradient: float, **others: float) -> Steps:
+    values = dict.fromkeys(("loss", "weights"), 1.0) | {"gradients": gradient} | others
+    tensors = {kind: {"w": torch.tensor(value, dtype=torch.float64)} for kind, value in values.items()}
+    return Steps([["a"]], {"buffers": {}, "evaluation": {}} | tensors)
 
 
 @pytest.mark.cases(
@@ -266,25 +258,15 @@ def test_limits_do_not_grow_with_rounding(own, exact, precision, verdict):
     assert compare(configured, in_float64, precision).verdict == verdict
 
 
-def test_a_plain_difference_counts_also_if_rounding_hides_others():
-    wrong, noisy = Pair(steps(1.5), steps(1)), {"w": torch.tensor(1.0)}
-    for tested_or_reference, rounded in zip(wrong, (0.0, 2.35), strict=True):
-        tested_or_reference.tensors["weights"] = {"w": noisy["w"] + rounded}
+def test_a_plain_difference_counts_also_if_rounding_hides_others_or_the_config_diverges():
+    wrong = Pair(steps(1.5), steps(1, weights=2.35))
     assert compare(wrong, Pair(steps(1), steps(1)), Precision()).verdict == Verdict.DIFFERENT
+    diverged = Steps(diverged="the loss is not finite at step 2")
+    assert compare(Pair(diverged, steps(1)), None, Precision()).verdict == Verdict.DIFFERENT
 
 
 def test_a_wrong_mean_loss_is_detected_in_float64_for_every_precision():
-    def with_loss(value: float) -> Steps:
-        found = steps(1)
-        found.tensors["loss"] = {"step 1": torch.tensor(float(value))}
-        return found
-
-    right = Pair(with_loss(1), with_loss(1))
+    right = steps(1, loss=1)
     for precision in (Precision(), TF32(), BFloat16()):
-        assert compare(right, Pair(with_loss(1.003), with_loss(1)), precision).verdict == Verdict.DIFFERENT
-        assert compare(right, Pair(with_loss(1 + 5e-7), with_loss(1)), precision).verdict == Verdict.SAME
-
-
-def test_a_config_that_diverges_unlike_the_reference_is_different():
-    diverged = Steps(diverged="the loss is not finite at step 2")
-    assert compare(Pair(diverged, steps(1)), None, Precision()).verdict == Verdict.DIFFERENT
+        for loss, verdict in ((1.003, Verdict.DIFFERENT), (1 + 5e-7, Verdict.SAME)):
+            assert compare(Pair(right, right), Pair(steps(1, loss=loss), right), precision).verdict == verdict
