@@ -15,6 +15,7 @@ from rich.text import Text
 
 from runner.analysis.output import print_report
 from runner.commands.arguments import Parser, command
+from runner.config.options import description, option_files
 from runner.system import accelerator
 from runner.system.console import DONE
 from runner.system.provenance import collect_findings, environment
@@ -37,11 +38,13 @@ def gather() -> dict[str, Any]:
     devices, findings = report["devices"], report["findings"]
     for device in devices:
         _add_details(device, len(devices), findings)
+    on_cuda = [device for device in devices if device["device"].startswith("cuda")]
+    report["driver"] = _add_clocks(on_cuda, findings)
     distributed, cudnn = torch.distributed.is_available(), None
     with collect_findings(findings, "cuDNN"):
         cudnn = torch.backends.cudnn.version()
     report["backends"] = {
-        "cuda": any(device["device"].startswith("cuda") for device in devices),
+        "cuda": bool(on_cuda),
         "cudnn": cudnn,
         "mps": torch.backends.mps.is_available(),
         "mkldnn": torch.backends.mkldnn.is_available(),
@@ -54,16 +57,22 @@ def gather() -> dict[str, Any]:
     report["precisions"] = [
         {"precision": name} | {kind: of[name] for kind, of in meanings.items()} for name in meanings["cpu"]
     ]
+    modes = option_files()["parallel"].items()
+    report["parallel"] = [{"name": name, "what": description(path)} for name, path in modes]
+
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if not devices and visible is not None:
         findings.append(f"CUDA_VISIBLE_DEVICES={visible!r} leaves no CUDA device visible")
+    if report["driver"] is None and on_cuda:
+        findings.append("to see the clocks: pip install nvidia-ml-py")
     return report
 
 
 def _add_details(device: dict[str, Any], count: int, findings: list[str]) -> None:
     """Add further properties of one of `count` devices, some of which need a context on it."""
     name, here = device["device"], torch.device(device["device"])
-    device |= {"free_bytes": None, "computes": False, "current": False, "peers": []}
+    device |= {"uuid": str(getattr(accelerator.properties(here), "uuid", "")), "free_bytes": None, "computes": False}
+    device |= {"current": False, "peers": []}
     with collect_findings(findings, name):
         device["current"] = torch.accelerator.current_device_index() == here.index
         device["peers"] = [f"cuda:{other}" for other in accelerator.peers(here, count)]
@@ -76,6 +85,27 @@ def _add_details(device: dict[str, Any], count: int, findings: list[str]) -> Non
 def computes(device: str) -> bool:
     """Return whether `device` computes a sum correctly: one that torch lists may be broken, or too old for torch."""
     return torch.ones(1000, device=device).sum().item() == 1000
+
+
+def _add_clocks(on_cuda: list[dict[str, Any]], findings: list[str]) -> str | None:
+    """Add clock rates in MHz to the CUDA devices, and return the version of the driver; None for what NVML cannot tell.
+
+    NVML is the optional package nvidia-ml-py.
+    """
+    driver = None
+    try:
+        import pynvml  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        return None
+    with collect_findings(findings if on_cuda else [], "NVML"):  # without a CUDA device, NVML's error is expected
+        pynvml.nvmlInit()
+        driver = pynvml.nvmlSystemGetDriverVersion()
+        for device in on_cuda:  # by UUID, because CUDA_VISIBLE_DEVICES changes torch's indices but not NVML's
+            handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{device['uuid']}")
+            for name, kind in (("clock", pynvml.NVML_CLOCK_SM), ("memory_clock", pynvml.NVML_CLOCK_MEM)):
+                device[f"{name}_mhz"] = pynvml.nvmlDeviceGetClockInfo(handle, kind)
+                device[f"max_{name}_mhz"] = pynvml.nvmlDeviceGetMaxClockInfo(handle, kind)
+    return driver
 
 
 def meanings_on(device: torch.device, features: Iterable[str]) -> dict[str, str]:
@@ -102,7 +132,9 @@ def render(report: dict[str, Any]) -> Group:
     """Render the report that `gather` returns as tables."""
     names = [precision for precision in report["precisions"][0] if precision != "precision"]
     precisions = ([p["precision"], *(p[name] for name in names)] for p in report["precisions"])
-    versions, source = dict(report["versions"]), report["source"]
+    count = len(report["devices"])
+    where = f"{count} accelerator{'s' * (count != 1)}" if count else f"the CPU: {report['cpu']['allowed_cores']} cores"
+    versions, source = report["versions"] | {"driver": report["driver"]}, report["source"]
     if source is not None:
         versions["commit"] = (source["commit"] or "–") + ", with uncommitted changes" * source["dirty"]
     findings = [Text("\nfindings", style="bold yellow"), *(Text(f"  {each}") for each in report["findings"])]
@@ -110,6 +142,8 @@ def render(report: dict[str, Any]) -> Group:
         _device_table(report["devices"]),
         pairs("processor", _processor(report)),
         table("precision=", ["", *names], precisions),
+        table(f"parallel= on {where}", ["", ""], ([option["name"], option["what"]] for option in report["parallel"])),
+        Text("  which is the fastest: python -m runner tune OVERRIDE …"),
         pairs("backends", {name: _word(value) for name, value in report["backends"].items()}),
         pairs("versions", versions),
         pairs("variables", report["variables"]),
@@ -120,7 +154,7 @@ def render(report: dict[str, Any]) -> Group:
 def _device_table(devices: list[dict[str, Any]]) -> RenderableType:
     if not devices:
         return Text("no accelerator: device=auto chooses the CPU")
-    titles = ["", "name", "memory free", "compute", "SMs", "peers", "computes"]
+    titles = ["", "name", "memory free", "compute", "SMs", "clock", "memory clock", "peers", "computes"]
     rows = (
         [
             device["device"] + (" (current)" if device.get("current") else ""),
@@ -128,6 +162,8 @@ def _device_table(devices: list[dict[str, Any]]) -> RenderableType:
             " of ".join(size(device[key]) for key in ("free_bytes", "total_bytes") if device[key] is not None),
             device["capability"],
             device.get("multiprocessors"),
+            _clock(device, "clock"),
+            _clock(device, "memory_clock"),
             " ".join(device.get("peers", [])) or "none",
             _word(device.get("computes")),
         ]
@@ -147,6 +183,11 @@ def _processor(report: dict[str, Any]) -> dict[str, Any]:
         "instructions": f"{cpu['capability']} ({' '.join(cpu['features']) or 'no special instruction sets'})",
         "memory": f"{size(memory['available_bytes'])} free of {size(memory['total_bytes'])}{limit}",
     }
+
+
+def _clock(device: dict[str, Any], name: str) -> str:
+    now, most = (device.get(f"{start}{name}_mhz") for start in ("", "max_"))
+    return "–" if now is None else f"{now} of {most} MHz"
 
 
 def _word(value: object) -> object:

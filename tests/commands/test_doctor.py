@@ -1,7 +1,8 @@
-"""Tests of `runner doctor` on simulated machines: torch.cuda is a fake with distinct numbers."""
+"""Tests of `runner doctor` on simulated machines: torch.cuda and NVML are fakes with distinct numbers."""
 
 import io
 import json
+import sys
 import warnings
 from types import SimpleNamespace
 
@@ -16,12 +17,14 @@ from runner.config.options import option_files
 from runner.system import accelerator, provenance
 
 GIB = 2**30
-FIELDS = ("name", "major", "minor", "total_memory", "multi_processor_count")
+FIELDS = ("name", "major", "minor", "total_memory", "multi_processor_count", "uuid")
 CARDS = [
     SimpleNamespace(**dict(zip(FIELDS, values, strict=True)))
-    for values in (("Alpha 9000", 9, 0, 80 * GIB, 132), ("Beta 75", 7, 5, 16 * GIB, 40))
+    for values in (("Alpha 9000", 9, 0, 80 * GIB, 132, "a-0"), ("Beta 75", 7, 5, 16 * GIB, 40, "b-1"))
 ]
 FREE = [77 * GIB, 3 * GIB]
+CLOCKS = {"GPU-a-0": ((1200, 1980), (2600, 2619)), "GPU-b-1": ((3, 4), (3, 4))}
+"""The clock rate and the highest one, of the processor and of the memory, by UUID."""
 
 
 @pytest.fixture
@@ -42,6 +45,21 @@ def computing(monkeypatch: pytest.MonkeyPatch, **answers: bool) -> None:
         monkeypatch.setattr(accelerator, name, lambda device, answer=answer: answer and device.type != "cpu")
 
 
+@pytest.fixture
+def nvml(monkeypatch) -> None:
+    """A fake NVML that finds devices by their UUIDs, which are those of CUDA, unlike the indices."""
+    fake = SimpleNamespace(
+        nvmlInit=lambda: None,
+        nvmlSystemGetDriverVersion=lambda: "580.1",
+        nvmlDeviceGetHandleByUUID=lambda uuid: CLOCKS[uuid],
+        nvmlDeviceGetClockInfo=lambda handle, kind: handle[kind][0],
+        nvmlDeviceGetMaxClockInfo=lambda handle, kind: handle[kind][1],
+        NVML_CLOCK_SM=0,
+        NVML_CLOCK_MEM=1,
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", fake)
+
+
 def rendered_report(report: dict) -> str:
     console = Console(width=200, file=io.StringIO())
     console.print(render(report))
@@ -53,7 +71,7 @@ def row_of(text: str, start: str) -> str:
     return next(line for line in text.splitlines() if line.strip().startswith(start))
 
 
-@pytest.mark.usefixtures("two_cards")
+@pytest.mark.usefixtures("two_cards", "nvml")
 def test_each_of_two_devices_is_reported_with_its_own_values():
     report = json.loads(json.dumps(doctor.gather()))
     first, second = report["devices"]
@@ -63,27 +81,52 @@ def test_each_of_two_devices_is_reported_with_its_own_values():
         "total_bytes": 80 * GIB,
         "capability": "9.0",
         "multiprocessors": 132,
+        "uuid": "a-0",
         "free_bytes": 77 * GIB,
         "current": False,
         "peers": ["cuda:1"],
         "computes": True,
+        "clock_mhz": 1200,
+        "max_clock_mhz": 1980,
+        "memory_clock_mhz": 2600,
+        "max_memory_clock_mhz": 2619,
     }
     assert (second["name"], second["free_bytes"], second["current"], second["peers"]) == ("Beta 75", 3 * GIB, True, [])
+    assert report["driver"] == "580.1"
 
     text = rendered_report(report)
     first, second = row_of(text, "cuda:0"), row_of(text, "cuda:1 (current)")
-    for shown in ("Alpha 9000", "82.7 GB of 85.9 GB", "9.0", "132", "cuda:1"):
+    for shown in ("Alpha 9000", "82.7 GB of 85.9 GB", "9.0", "132", "1200 of 1980 MHz", "2600 of 2619 MHz", "cuda:1"):
         assert shown in first
-    for shown in ("Beta 75", "3.2 GB of 17.2 GB", "7.5", "40", "none"):
+    for shown in ("Beta 75", "3.2 GB of 17.2 GB", "7.5", "40", "3 of 4 MHz", "none"):
         assert shown in second
     assert "device=auto chooses cuda:0" in text
+    assert "parallel= on 2 accelerators" in text
 
     table = {row["precision"]: row["cuda"] for row in report["precisions"]}
     assert table.keys() == option_files()["precision"].keys()
     assert table["16"] == "float16 autocast with loss scaling"
+    modes = {mode["name"]: mode["what"] for mode in report["parallel"]}
+    assert modes.keys() == option_files()["parallel"].keys()
+    assert modes["hogwild"][:40] in row_of(text, "hogwild")
+
+
+@pytest.mark.usefixtures("two_cards", "nvml")
+def test_clocks_need_nvml(monkeypatch):
+    def fails() -> None:
+        raise OSError("NVML Shared Library Not Found")
+
+    monkeypatch.setattr(sys.modules["pynvml"], "nvmlInit", fails)
+    assert "NVML: OSError: NVML Shared Library Not Found" in doctor.gather()["findings"]
+    monkeypatch.setitem(sys.modules, "pynvml", None)  # import pynvml raises ImportError
+    report = doctor.gather()
+    assert (report["driver"], "clock_mhz" in report["devices"][0]) == (None, False)
+    assert any("pip install nvidia-ml-py" in finding for finding in report["findings"])
+    assert "MHz" not in row_of(rendered_report(report), "cuda:0")
 
 
 def test_a_machine_without_cuda_is_reported(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "pynvml", None)  # import pynvml raises ImportError
     simulate_accelerators(monkeypatch, 0)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     doctor.main(["--json"])
@@ -113,7 +156,7 @@ def test_a_driver_that_warns_or_raises_is_a_finding(monkeypatch):
     assert "CUDA unknown error" in rendered_report(report)
 
 
-@pytest.mark.usefixtures("two_cards")
+@pytest.mark.usefixtures("two_cards", "nvml")
 def test_a_device_that_cannot_compute_is_reported_as_a_finding(monkeypatch):
     def computes(device: str) -> bool:
         if device == "cuda:1":
