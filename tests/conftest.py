@@ -62,6 +62,8 @@ COSTLY = (
     "verification/test_verify.py",
     "config/test_options.py",
     "system/test_console.py",
+    "test_compiled_step.py",
+    "test_run.py",
     "parallel/",
     "planning/",
     "faults/",

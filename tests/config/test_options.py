@@ -216,33 +216,27 @@ def test_hydra_composes_each_option_of_a_component_as_its_file_lists_it():
             assert composed[group] == compose_config(f"{group}={name}")[group], f"{group}={name}"
 
 
-@pytest.mark.parametrize("path", [*FILES, *INHERITED, CONF / "config.yaml"], ids=lambda path: path.stem)
-def test_every_key_has_a_comment(path):
-    ours = path.read_text(encoding="utf-8").partition("\nhydra:")[0]
-    for line in ours.splitlines():
-        opens_a_group = re.fullmatch(r" *\w+:( +#.*)?", line)  # the comments are at its keys
-        if line.startswith(("#", "_target_:", "defaults:", "  - ")) or not line.strip() or opens_a_group:
+def test_every_key_has_a_comment():
+    for path in (*FILES, *INHERITED, CONF / "config.yaml"):
+        ours = path.read_text(encoding="utf-8").partition("\nhydra:")[0]
+        for line in ours.splitlines():
+            opens_a_group = re.fullmatch(r" *\w+:( +#.*)?", line)  # the comments are at its keys
+            if line.startswith(("#", "_target_:", "defaults:", "  - ")) or not line.strip() or opens_a_group:
+                continue
+            assert re.search(r"\S +# \S", line), f"{path}: {line}"
+            assert len(line) <= 160, f"{path}: {line}"
+
+
+def test_an_option_file_of_a_component_lists_every_field_with_a_value_of_its_type():
+    for path in FILES:
+        sets_other_groups = len(lines_of(path)) < len(path.read_text(encoding="utf-8").splitlines())
+        if path.parent.name not in {*CONFIG_GROUPS, *WORKLOAD_INPUTS, "workload"} or sets_other_groups:
             continue
-        assert re.search(r"\S +# \S", line), line
-        assert len(line) <= 160, line
-
-
-# Option files of components. A file with `# @package _global_` is left out, because it sets only a few keys.
-COMPONENTS = [
-    path
-    for path in FILES
-    if path.parent.name in {*CONFIG_GROUPS, *WORKLOAD_INPUTS, "workload"}
-    and len(lines_of(path)) == len(path.read_text().splitlines())
-]
-
-
-@pytest.mark.parametrize("path", COMPONENTS, ids=lambda path: f"{path.parent.name}/{path.stem}")
-def test_an_option_file_lists_every_field_with_a_value_of_its_type(path):
-    node = option_content(path.parent.name, path.stem)
-    cls = load_class(node.pop("_target_"), object)
-    assert sorted(node) == sorted(option_fields(cls)), "every field is listed"
-    given = {key: value for key, value in node.items() if value != "???"}
-    assert_typed(given, typed_values(cls, given | {key: 1 for key in node if key not in given}))
+        node = option_content(path.parent.name, path.stem)
+        cls = load_class(node.pop("_target_"), object)
+        assert sorted(node) == sorted(option_fields(cls)), f"{path}: every field is listed"
+        given = {key: value for key, value in node.items() if value != "???"}
+        assert_typed(given, typed_values(cls, given | {key: 1 for key in node if key not in given}))
 
 
 def assert_typed(node: dict[str, Any], values: dict[str, Any]) -> None:
