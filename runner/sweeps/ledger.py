@@ -100,12 +100,6 @@ class Ledger:
                 return path
         return None
 
-    def settled(self, number: int, config_hash: str) -> int | None:
-        """Return the exit code of job `number` if it is done or has diverged with this config, otherwise None."""
-        entry = self.jobs.get(number, {})
-        is_settled = entry.get("config_hash") == config_hash and entry.get("code") in SETTLED
-        return entry["code"] if is_settled else None
-
     def update(self, number: int, **changes: Any) -> None:
         """Change the entry of job `number`, and write the ledger to its file; the value None removes a key.
 

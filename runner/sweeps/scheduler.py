@@ -15,7 +15,7 @@ from runner.result import EXIT_CODES
 from runner.storage.run_directory import StorageError, read_result
 from runner.sweeps.display import Display, message
 from runner.sweeps.engines.base import Ended, Engine, Job, Pool
-from runner.sweeps.ledger import Ledger
+from runner.sweeps.ledger import SETTLED, Ledger
 from runner.system.console import CRASHED, DONE, INTERRUPTED, REFUSED, STOPPED
 from runner.system.signals import StopRequest
 
@@ -128,8 +128,9 @@ class Scheduler:
 
     def _start(self, job: Job) -> bool:
         """Start `job`, unless it is settled or refused: then the next may start. Return False if it waits for room."""
-        code = self.ledger.settled(job.number, job.config_hash)
-        if code is not None:
+        entry = self.ledger.jobs.get(job.number, {})
+        code, is_changed = entry.get("code"), entry.get("config_hash") != job.config_hash
+        if code in SETTLED and not is_changed:
             self._codes[job.number] = code
             self.display.line(f"{self.display.title(job)}: already {STATES[code]}, {os.path.relpath(job.directory)}")
             with self._errors_stop_the_sweep():
@@ -138,11 +139,9 @@ class Scheduler:
         if job.refusal:
             self._record(job, REFUSED, error=job.refusal)
             return True
-        entry = self.ledger.jobs.get(job.number, {})
         job.console.parent.mkdir(exist_ok=True)
         self._console_bytes[job.number] = job.console.stat().st_size if job.console.exists() else 0
         earlier = entry.get("slot", "") if entry.get("state") == "running" else ""
-        is_changed = entry.get("config_hash") != job.config_hash
         try:
             slot = self.pool.submit(job._replace(earlier=earlier, is_changed=is_changed))
         except ConfigError as error:

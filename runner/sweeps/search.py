@@ -251,21 +251,25 @@ class Search(JobSource):
         """Return the study of this search in the directory of a sweep, or a new study if there is none."""
         path, options = directory / STUDY, self.options
         optuna.logging.set_verbosity(logging.WARNING)
-        pruner = optuna.pruners.NopPruner()
-        if options.prune == "median":
-            pruner = optuna.pruners.MedianPruner(n_startup_trials=4)
-        elif options.prune == "halving":
-            pruner = optuna.pruners.SuccessiveHalvingPruner(min_resource=1, reduction_factor=3)
+        pruners = {
+            None: optuna.pruners.NopPruner(),
+            "median": optuna.pruners.MedianPruner(n_startup_trials=4),
+            "halving": optuna.pruners.SuccessiveHalvingPruner(min_resource=1, reduction_factor=3),
+        }
         # The ledger has locked the sweep. A process that is killed would leave Optuna's lock file behind.
         no_lock: Any = SimpleNamespace(acquire=lambda: True, release=lambda: None)
         try:
-            _drop_incomplete_line(path)
+            if path.exists() or path.is_symlink():
+                content = read_regular(path, _LIMIT_BYTES)
+                # Optuna appends to the file: without a line that a killed process left incomplete, and to a copy, as
+                # there may be other hard links to it.
+                write_bytes(path, content[: content.rfind(b"\n") + 1])
             study = optuna.create_study(
                 storage=JournalStorage(JournalFileBackend(str(path), no_lock)),
                 study_name="sweep",
                 direction="maximize" if self.objective.goal == "max" else "minimize",
                 load_if_exists=True,
-                pruner=pruner,
+                pruner=pruners[options.prune],
             )
             known = study.user_attrs.get("space")
         except (OSError, ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
@@ -277,13 +281,3 @@ class Search(JobSource):
         if known is None:
             study.set_user_attr("space", described)
         return study
-
-
-def _drop_incomplete_line(path: Path) -> None:
-    """Replace the file `path` by a copy without an incomplete last line, which a killed process may have left.
-
-    Optuna appends to the file: if it has other hard links, they stay as they are.
-    """
-    if path.exists() or path.is_symlink():
-        content = read_regular(path, _LIMIT_BYTES)
-        write_bytes(path, content[: content.rfind(b"\n") + 1])
