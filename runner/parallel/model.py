@@ -47,18 +47,16 @@ class ModelParallel(Partition, Parallel):
             self.check_partition(session.workload, self.asked_stages or len(session.devices))
 
     def _place(self, model: torch.nn.Module, session: Session) -> torch.nn.Module:
-        devices = session.devices
+        devices, device = session.devices, session.device
         if len(devices) == 1:
-            log.warning(
-                "parallel=model: there is one device, %s: nothing is split, this is parallel=single", devices[0]
-            )
+            log.warning("parallel=model: there is one device, %s: nothing is split, this is parallel=single", device)
             self._stages: list[torch.nn.Module] = [super()._place(model, session)]
             return model
         profiles = profile_blocks(model, first_inputs(model, session), session, timed=self.cuts == "auto")
         stages = [torch.nn.Sequential(*blocks) for blocks in self.cut(model, profiles, len(devices))]
-        move(model, devices[0], session.channels_last)
-        for stage, device in zip(stages, devices, strict=True):
-            stage.to(device)
+        move(model, device, session.channels_last)
+        for stage, place in zip(stages, devices, strict=True):
+            stage.to(place)
             compile_in_place(stage, session.compile, list(stage))
         session.precision.convert(stages[0])  # the inputs are passed to the first stage, not to the whole network
         self._stages = list(stages)

@@ -117,9 +117,8 @@ class Pipeline(Partition, MultiProcess):
             if stages != each * processes:
                 number = "one stage" if self.schedule in ONE_STAGE_EACH else f"as many stages, and at least {least}"
                 why = f"under parallel.schedule={self.schedule}, each of the {processes} processes has {number}"
-                remedy = (
-                    f"parallel.stages={each * processes}" if self.processes == "auto" else "parallel.processes=auto"
-                )
+                fitting = f"parallel.stages={each * processes}"
+                remedy = fitting if self.processes == "auto" else "parallel.processes=auto"
                 raise ConfigError("parallel.stages", stages, why, remedy)
         splitting = (session.plan.micro_size, self.split_size, self.num_micro_batches)
         chunks = num_micro_batches(*splitting, self.schedule, stages, processes)

@@ -111,7 +111,7 @@ def test_outputs_and_gradients_are_those_of_micro_batches():
         for output in outputs:
             output.square().sum().backward()
     for one, other in zip(plain.parameters(), deferred.parameters(), strict=True):
-        assert torch.equal(one.grad, other.grad)  # type: ignore[arg-type]
+        assert torch.equal(one.grad, other.grad)
 
 
 @pytest.mark.parametrize("convert", [defer, lambda model: convert_sync_batch_norm(model, CPU)], ids=["defer", "sync"])

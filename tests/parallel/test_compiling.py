@@ -41,7 +41,7 @@ def test_the_network_or_each_of_its_blocks_is_compiled(compiled):
     compile_in_place(network, True)
     assert compiled == [network]
     compiled.clear()
-    with config.patch(recompile_limit=8):  # type: ignore[attr-defined]
+    with config.patch(recompile_limit=8):
         compile_in_place(network, "blocks")
         assert compiled == modules_of_blocks(network)
         assert config.recompile_limit >= 2 * 8, "all variants of the blocks"

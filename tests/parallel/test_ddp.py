@@ -24,16 +24,8 @@ from runner.run import Run
 from runner.training import prepare
 
 SHORT = 3
-BATCH_NORM = (
-    *PLAIN_LOOP_OVERRIDES,
-    "optimizer.lr=0.002",
-    "model=resnet18",
-    "model.norm=batch",
-    "data.holdout=0.02",
-    "batch_size=12",
-    f"steps={SHORT}",
-    "precision=64",
-)
+BATCH_NORM = (*PLAIN_LOOP_OVERRIDES, "optimizer.lr=0.002", "model=resnet18", "model.norm=batch", "precision=64")
+BATCH_NORM += ("data.holdout=0.02", "batch_size=12", f"steps={SHORT}")
 
 
 @functools.cache

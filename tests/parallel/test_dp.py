@@ -31,7 +31,7 @@ def test_replica_threads_use_the_autocast_dtype():
     run, devices = build_composed_run(*TINY_CPU, "parallel=dp", "precision=bf16"), GPUS
     session = prepare_session(run)
     model = nn.Linear(2, 2)
-    model.to = lambda *_, **__: model  # type: ignore[method-assign]  # there is no GPU here
+    model.to = lambda *_, **__: model  # there is no GPU here
     run.parallel.place(model, replace(session, collectives=Collectives(devices)))
     seen = []
 

@@ -53,7 +53,7 @@ def test_each_member_is_bitwise_equal_to_a_single_run_with_its_seed(ensemble, si
 def test_the_ensemble_predicts_by_its_mean_probability(ensemble, single_runs):
     run, logged = build_composed_run(*TINY_CPU, *OVERRIDES), scalar_curves(ensemble)
     prepare_session(run)
-    held_out = run.workload.held_out  # pyright: ignore[reportAttributeAccessIssue]
+    held_out = run.workload.held_out
     for point, step in enumerate((6, STEPS)):
         outputs = []
         for weights in members(ensemble, step):

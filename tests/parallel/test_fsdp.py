@@ -22,7 +22,7 @@ def config() -> dict[str, Any]:
 
 
 def test_weights_gradients_and_optimizer_state_are_sharded(config, ranks, tmp_path):
-    whole = build_composed_run(*TINY_CPU).workload.model.build((1, 8, 8), 10)  # type: ignore[attr-defined]
+    whole = build_composed_run(*TINY_CPU).workload.model.build((1, 8, 8), 10)
     for rank, held in enumerate(ranks(3).call_on_all(shapes_held, config, tmp_path)):
         for name, parameter in whole.named_parameters():
             rows = -(-len(parameter) // 3)  # rounded up; the last process has the remaining rows

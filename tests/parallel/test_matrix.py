@@ -17,15 +17,8 @@ from runner.training import train
 MODES = ("single", "dp", "ddp", "fsdp", "ensemble", "hogwild")
 PRECISIONS = sorted(option_files()["precision"])
 ACCUMULATIONS = sorted({*option_files()["accumulation"]} - {"auto"})  # `auto` becomes a number before a run begins
-OVERRIDES = (
-    *TINY_CPU,
-    "steps=2",
-    "batch_size=32",
-    "schedule=constant",
-    "log_every=2",
-    "eval_every=0",
-    "data.holdout=0.01",
-)
+OVERRIDES = (*TINY_CPU, "steps=2", "batch_size=32", "schedule=constant", "log_every=2", "eval_every=0")
+OVERRIDES += ("data.holdout=0.01",)
 
 TOLERANCES = {"16": 0.01, "bf16": 0.01}
 """Relative tolerances of the mean loss of two steps for precisions that round to 16 bits; otherwise 1e-5."""

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from helpers import runs
 from helpers.command import TIMEOUT_SECONDS, Command, processes_in, start_in_new_interpreter, wait_until
+from helpers.compose import TINY_CPU
+from helpers.dry_run import run_in_this_process
 
 from runner.storage.run_directory import read_result
 from runner.storage.saved_run import saved_config
@@ -35,10 +37,9 @@ def test_a_killed_parent_leaves_nothing_behind(moment, tmp_path):
 
 
 def test_a_done_run_that_is_resumed_and_killed_is_no_longer_done(tmp_path):
-    done = Command(tmp_path, *LONG, "steps=10")
-    assert done.wait_for_all_processes()[0] == 0
-    directory = done.single_run_directory
-    command = Command(tmp_path, f"resume={directory}", "steps=100000")
+    assert run_in_this_process([*TINY_CPU, "steps=10", "save_every=10"], tmp_path)[0] == 0
+    directory = runs.only_run(tmp_path)
+    command = Command(tmp_path, f"resume={directory}", "parallel=ddp", "parallel.processes=2", "steps=100000")
     wait_until(lambda: (directory / "checkpoints/step_00000020").exists())
     command.signal_processes(signal.SIGKILL)
     command.wait_for_all_processes()
@@ -110,7 +111,7 @@ def test_a_ctrl_c_in_a_terminal_stops_the_run_once(cold, tmp_path):
     assert console.count("SIGINT: finishing the step, then saving") == 1
     assert "Traceback" not in console
     wait_until(lambda: not processes_in(tmp_path), what="left behind")
-    [run] = tmp_path.glob("outputs/*/*")
+    run = runs.only_run(tmp_path)
     assert len(list(runs.newest_checkpoint(run).glob("rank_*.pt"))) == 2
     assert f"stopped after step {runs.checkpoint_tensors(run)['step']}/100000" in console
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import HashStore
 
 from runner.config.errors import ConfigError
 from runner.parallel.ddp import DDP
@@ -25,9 +25,7 @@ def test_abort_does_not_end_a_backend_in_agreement_with_the_other_ranks():
             ended.append("abort")
 
     torch.distributed.Backend.register_backend(
-        "recording",
-        lambda store, rank, size, timeout: Recording(rank, size),
-        devices=["cpu"],  # pyright: ignore[reportCallIssue]
+        "recording", lambda store, rank, size, timeout: Recording(rank, size), devices=["cpu"]
     )
     for leave in (process_group.destroy_process_group, process_group.abort_process_group):
         torch.distributed.init_process_group("recording", store=HashStore(), rank=0, world_size=1)
@@ -57,7 +55,7 @@ def refusal_of_devices(devices: list[tuple[str, str] | None]) -> tuple[str, obje
     device, refusal = devices[rank_info.rank], ConfigError("device.kind", "gpu", "there is none", "device=cpu")
     launcher = ExternalProcesses(rank_info, torch.device("cpu"), DDP(), None if device else refusal)
     if device:
-        launcher._device = lambda: device  # type: ignore[method-assign]
+        launcher._device = lambda: device
     try:
         with launcher.connect():
             return None

@@ -17,7 +17,7 @@ from helpers import supervisor_functions as work
 from helpers.command import TIMEOUT_SECONDS, wait_until
 from helpers.command_server import fork_server_from_fork
 from helpers.supervisor_functions import CONNECTION_CLOSED, RETURN_ONE, report_result_of, sleep_until_killed
-from torch.distributed import DistBackendError, DistNetworkError, DistStoreError  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import DistBackendError, DistNetworkError, DistStoreError
 
 from runner.config.errors import ConfigError
 from runner.parallel.launch import supervisor
@@ -140,7 +140,7 @@ def test_a_dead_fork_server_is_noticed_and_replaced(tmp_path):
 
 def outcomes_with_a_dead_fork_server() -> list[Any]:
     """Return the error of a supervisor whose fork server is killed, and what the processes of another one return."""
-    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    server: Any = forkserver._forkserver
     server._forkserver_address = server._forkserver_alive_fd = server._forkserver_pid = None
     with fork_server_from_fork():
         start_server(*PRELOADED)
@@ -182,7 +182,7 @@ def test_the_rank_that_caused_the_failure_is_blamed(codes, reports, silent, want
     """After the timeout; an exit code is None if the rank is alive."""
     ranks = Supervisor(report_result_of, [], TIMEOUT_SECONDS)
     ranks.processes = [SimpleNamespace(exitcode=code, is_alive=lambda code=code: code is None) for code in codes]
-    ranks.pipes = [SimpleNamespace(poll=lambda: False) for _ in codes]  # pyright: ignore[reportAttributeAccessIssue]
+    ranks.pipes = [SimpleNamespace(poll=lambda: False) for _ in codes]
     ranks.reports = list(reports)
     if -6 in codes and None in codes:  # NCCL's watchdog aborts a process for a failed operation, too: others then wait
         assert ranks._first(silent, {})[:2] == (codes.index(-6), "was killed by SIGABRT")

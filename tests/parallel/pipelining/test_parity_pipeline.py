@@ -34,9 +34,9 @@ def test_middle_stages_read_no_samples_and_only_the_first_one_evaluates(ranks, t
 def read_as_little_as_possible(run: Run, session: Session) -> None:
     read = mock.Mock(side_effect=AssertionError("reads samples"))
     if session.rank == 1:
-        session.workload.batches = read  # pyright: ignore[reportAttributeAccessIssue]
+        session.workload.batches = read
     if session.rank > 0:
-        session.workload.evaluate = read  # pyright: ignore[reportAttributeAccessIssue]
+        session.workload.evaluate = read
 
 
 @pytest.mark.parametrize("log_every", [1, pytest.param(100, marks=pytest.mark.slow)])
@@ -96,7 +96,7 @@ def test_deferred_statistics_are_those_of_the_whole_batch(ranks, tmp_path):
 @pytest.mark.parametrize("schedule", ["gpipe", "interleaved_1f1b"])
 def test_each_process_holds_only_its_own_stages(schedule, ranks, tmp_path):
     names = ranks(2).call_on_all(names_held, compose_config(*PIPELINE, f"parallel.schedule={schedule}"), tmp_path)
-    build = build_composed_run(*TINY_CPU).workload.model.build  # type: ignore[attr-defined]
+    build = build_composed_run(*TINY_CPU).workload.model.build
     everything = {name for name, _ in build((1, 8, 8), 10).named_parameters()}
     assert set(names[0]) | set(names[1]) == everything
     assert not set(names[0]) & set(names[1])

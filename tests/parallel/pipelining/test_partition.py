@@ -134,7 +134,7 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("channels_last", [True, False])
 def test_activations_and_gradients_are_sent_as_contiguous_tensors(channels_last):
     layout = torch.channels_last if channels_last else torch.contiguous_format
-    convolutions = [nn.Conv2d(4, 4, 3, padding=1).to(memory_format=layout) for _ in range(2)]  # type: ignore[call-overload]
+    convolutions = [nn.Conv2d(4, 4, 3, padding=1).to(memory_format=layout) for _ in range(2)]
     first, second = (
         partitioning.StageModule([block], received, sent, channels_last, nullcontext)
         for block, received, sent in zip(convolutions, (False, True), (True, False), strict=True)
