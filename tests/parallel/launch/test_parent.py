@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from helpers import runs
-from helpers.command import TIMEOUT_SECONDS, Command, processes_in, start_in_new_interpreter, wait_until
+from helpers.command import Command, processes_in, start_in_new_interpreter, wait_until
 from helpers.compose import TINY_CPU
 from helpers.dry_run import run_in_this_process
 
@@ -72,7 +72,14 @@ def cold(tmp_path) -> Iterator[Callable[..., Any]]:
 
 def test_a_killed_parent_leaves_no_fork_server(cold, tmp_path):
     process = cold(*LONG)
-    assert len(processes_in(tmp_path)) >= 5, "the parent, the tracker of shared memory, the fork server, two ranks"
+    begun = processes_in(tmp_path)
+    assert len(begun) >= 5, "the parent, the tracker of shared memory, the fork server, two ranks"
+    names = {pid: Path(f"/proc/{pid}/comm").read_text() for pid in begun if pid != process.pid}
+    for pid in (pid for pid, name in names.items() if not name.startswith("rank ")):
+        os.kill(pid, signal.SIGINT)  # Ctrl-C reaches them, too
+    newest = runs.newest_checkpoint(runs.only_run(tmp_path))
+    wait_until(lambda: runs.newest_checkpoint(runs.only_run(tmp_path)) > newest)
+    assert processes_in(tmp_path) == begun
     process.kill()
     assert process.wait() == -signal.SIGKILL
     wait_until(lambda: not processes_in(tmp_path), what="left behind")
@@ -102,16 +109,14 @@ def test_a_signal_to_one_rank_stops_the_run_in_other_modes(mode, tmp_path):
     assert f"stopped after step {runs.checkpoint_tensors(command.single_run_directory)['step']}/100000" in console
 
 
-def test_a_ctrl_c_in_a_terminal_stops_the_run_once(cold, tmp_path):
-    """The signal goes to the whole process group: command, fork server, ranks."""
-    process = cold(*LONG)
-    os.killpg(process.pid, signal.SIGINT)
-    assert process.wait(TIMEOUT_SECONDS) == 75
-    console = (tmp_path / "console.txt").read_text()
+def test_a_ctrl_c_in_a_terminal_which_reaches_the_command_and_its_ranks_stops_the_run_once(tmp_path):
+    command = Command(tmp_path, *LONG).wait_for_checkpoint()
+    command.signal_processes(signal.SIGINT, command.pid, *command.wait_for_rank_pids())
+    code, console = command.wait_for_all_processes()
+    assert code == 75, console
     assert console.count("SIGINT: finishing the step, then saving") == 1
     assert "Traceback" not in console
-    wait_until(lambda: not processes_in(tmp_path), what="left behind")
-    run = runs.only_run(tmp_path)
+    run = command.single_run_directory
     assert len(list(runs.newest_checkpoint(run).glob("rank_*.pt"))) == 2
     assert f"stopped after step {runs.checkpoint_tensors(run)['step']}/100000" in console
 

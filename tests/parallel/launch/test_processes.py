@@ -86,8 +86,7 @@ def test_the_number_of_threads_of_each_rank(asked, overrides, wanted):
 
 
 def torchrun_variables(rank: int, port: int) -> dict[str, str]:
-    local = {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
-    return {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)} | local
+    return RankInfo(rank, 2, rank, 2, "127.0.0.1", port).variables()
 
 
 def slurm_variables(rank: int, port: int) -> dict[str, str]:
