@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import itertools
 import os
 import re
 import shlex
@@ -79,10 +78,8 @@ class Parser(argparse.ArgumentParser):
         for word in surplus:
             raise ConfigError(word, ABSENT, "it is one word too many;", f"{self.prog} --help explains all words")
         if self._takes_overrides:
-            is_path = [
-                self._takes_paths and (os.path.isdir(w) or ("/" in w and "=" not in w)) for w in options.overrides
-            ]
-            options.paths = [*itertools.compress(options.overrides, is_path)]
+            paths = [w for w in options.overrides if os.path.isdir(w) or ("/" in w and "=" not in w)]
+            options.paths = paths if self._takes_paths else []
             options.overrides = [checked_override(w) for w in options.overrides if w not in options.paths]
             user_code.give(replace(user_code.given(), files=user_code.typed_files(options.overrides)))
         return options

@@ -18,19 +18,11 @@ from safetensors.torch import load_file
 
 import runner
 from runner.api.saved import image_files
-from runner.parallel.launch import processes
 from runner.storage.saved_run import config_text
-from runner.system.forkserver import start_server
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 IMAGES = ("data=imagefolder", "data.size=8", "data.center=0.75", "data.workers=0", "batch_size=8")
 SHORT = ("steps=12", "eval_every=4", "save_every=4", "keep=9", "optimizer.lr=0.2", "log_every=4")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _fork_server() -> None:
-    """Start one fork server for all tests; `train` and `evaluate` stop only fork servers that they have started."""
-    start_server(*processes.PRELOADED)
 
 
 @pytest.fixture(scope="module")
@@ -75,13 +67,16 @@ def test_a_saved_run_has_its_config_its_result_and_its_checkpoints(run):
     assert [step for step, _ in curves["train/loss"]] == [4, 8, 12]
 
 
-def test_the_model_has_the_weights_of_the_checkpoint_and_is_in_eval_mode(run):
+def test_the_model_has_the_weights_of_the_checkpoint_and_reads_images_in_gray(run):
     state = torch.get_rng_state()
     model = run.model(8)
     assert torch.equal(state, torch.get_rng_state())
     assert not model.training
     wanted = load_file(run.checkpoint(8) / "model.safetensors")
     assert all(torch.equal(tensor, wanted[name]) for name, tensor in model.state_dict().items())
+    pixels = torch.arange(64, dtype=torch.uint8).view(8, 8) * 4
+    Image.fromarray(pixels.numpy()).convert("RGB").save("rgb.png")
+    assert torch.equal(run.image_input().read("rgb.png"), pixels[None])
 
 
 def test_the_model_needs_neither_the_data_nor_the_initial_weights(photos):
@@ -108,8 +103,6 @@ def test_a_checkpoint_without_a_signature_has_a_model_but_no_classes(copy):
 
 def evaluation(run: runner.SavedRun, step: int) -> dict[str, float]:
     """Return the exact metrics of the evaluation after `step`; those of the log and of TensorBoard are rounded."""
-    if step == run.result["steps"]:
-        return {tag: value for tag, value in run.result["metrics"].items() if tag.startswith("eval/")}
     state = torch.load(run.checkpoint(step) / "state.pt", weights_only=True)
     return {tag: value for tag, value in state["metrics"].items() if tag.startswith("eval/")}
 
@@ -204,12 +197,6 @@ def test_predictions_are_those_of_the_evaluation(photos):
     assert photos.predict(["photos/val/broken.png"]) == [broken]
     with pytest.raises(runner.ConfigError, match="nothing to predict"):
         photos.predict([])
-
-
-def test_images_are_converted_to_gray_for_a_model_with_gray_inputs(run):
-    pixels = torch.arange(64, dtype=torch.uint8).view(8, 8) * 4
-    Image.fromarray(pixels.numpy()).convert("RGB").save("rgb.png")
-    assert torch.equal(run.image_input().read("rgb.png"), pixels[None])
 
 
 def test_files_without_permission_are_an_error(tmp_path):

@@ -29,12 +29,7 @@ REFUSED = {
     "schedule.milestons=[0.5]": ["schedule.milestons:", "did you mean schedule.milestones?"],
     "device=gpu": ["device: got 'gpu'", "choose device=cuda (NVIDIA or AMD), device=mps"],
     "ema=0.99": ["ema: got '0.99'", "no such option", "set its keys: ema.decay; for example: ema.decay=0.99"],
-    "stop=true": [
-        "stop: got 'true'",
-        "stop.min_delta, stop.patience",
-        "for example: stop.metric=eval/accuracy stop.patience=5",
-    ],
-    "profiler=true": ["profiler: got 'true'", "choose from: advanced, none, simple, trace"],
+    "stop=true": ["stop: got 'true'", "for example: stop.metric=eval/accuracy stop.patience=5"],
     "~optimizer": ["optimizer: got null", "nothing is chosen"],
     "~optimizer.lr": ["optimizer.lr: it has no value", "give it one; see the comments in conf/optimizer/sgd.yaml"],
     # Keys of other libraries
@@ -49,12 +44,9 @@ REFUSED = {
     "optimizer.lr=[1": ["optimizer.lr=[1:", "pairs"],
     "name=${seed": ["name=${seed:", "pairs"],
     "name=${nope}": ["name:", "'nope' not found", "a plain value"],
-    "smoke": ["smoke: there is no such subcommand", "compare, "],
     "evalute  out": ["evalute: there is no such subcommand", "did you mean evaluate?"],
-    "-m  nope": ["nope: there is no such key", "KEY=VALUE"],
     "-m  ddp": ["ddp: there is no such key", "parallel=ddp"],
     "optimizer": ["optimizer: it has no value", "KEY=VALUE", "optimizer=adam, optimizer=adamw, optimizer="],
-    "--foo": ["--foo: there is no such flag", "did you mean"],
     "--cfg  jobb": ["--cfg", "'jobb'", "choose from"],
     "-m  --cfg  job": ["--cfg:", "not allowed with argument --multirun"],
     "--config-dir=/nowhere": ["--config-dir: got '/nowhere'", "no such directory"],
@@ -129,12 +121,7 @@ GLOBAL = "# @package _global_\n"
 # An option file in the directory of --config-dir, its content, what chooses it, and texts that the output must contain.
 REFUSED_FILES = [
     ("local/default", f"{GLOBAL}seed: 016\n", [], ["seed: got '016'", "a whole number"]),
-    (
-        "local/default",
-        f"{GLOBAL}name: !!python/object/apply:os.system [ls]\n",
-        [],
-        ["mine/local/default.yaml:", "line 2"],
-    ),
+    ("local/default", f"{GLOBAL}name: !!python/object/apply:os.system [ls]\n", [], ["default.yaml:", "line 2"]),
     ("local/default", f"{GLOBAL}seed: [\n", [], ["mine/local/default.yaml:", "not valid YAML in line"]),
     ("experiment/odd", "", ["experiment=odd"], ["experiment: ", GLOBAL.strip()]),
     ("debug/odd", "seed: 3\n", ["debug=odd"], ["debug: ", GLOBAL.strip()]),
@@ -151,18 +138,12 @@ def test_a_mistake_in_an_option_file_is_refused_without_torch(file, content, wor
         assert text in output
 
 
-def test_cfg_prints_the_composed_config_without_torch_wherever_the_flag_stands(tmp_path):
-    code, output = cli.run_command(
-        "seed=1", "--cfg", "job", "precision=16", "accumulation=4", cwd=tmp_path, kind="no-torch"
-    )
+def test_cfg_prints_the_composed_config_as_it_is_saved_without_torch(tmp_path):
+    words = ("seed=1", "--cfg", "job", "precision=16", "accumulation=4", "name=${seed}-${oc.env:SECRET}")
+    code, output = cli.run_command(*words, cwd=tmp_path, kind="no-torch", SECRET="s")
     shown = yaml.safe_load(output)
-    assert code == 0
-    assert shown["precision"]["_target_"] == "runner.precision.Float16"
-    assert (shown["accumulation"]["steps"], shown["seed"]) == (4, 1)
-    code, output = cli.run_command(
-        "--cfg", "job", "name=${seed}-${oc.env:SECRET}", cwd=tmp_path, kind="no-torch", SECRET="s"
-    )
-    assert (code, yaml.safe_load(output)["name"]) == (0, "0-s"), "as it is saved"
+    assert (code, shown["precision"]["_target_"]) == (0, "runner.precision.Float16")
+    assert (shown["accumulation"]["steps"], shown["seed"], shown["name"]) == (4, 1, "1-s")
 
 
 def test_a_closed_pipe_on_stdout_is_not_an_error(tmp_path):
