@@ -249,12 +249,11 @@ def as_json(comparison: Comparison) -> str:
         spreads = {name: row.measures.get(name) for name in measures}
         numbers = {name: spread and {"mean": spread.mean, "std": spread.deviation} for name, spread in spreads.items()}
         directories = {"directories": [str(run.directory) for run in row.runs]}
-        found = comparison.contrasts.get(index)
-        more = {} if found is None else {"test": found.test, "df": found.df, "uncorrected_p": found.p}
-        more |= {} if found is None else {"compared_seeds": [len(found.values), len(found.others)]}
-        compared = {"contrast": found and {**_numbers(found), **more, "differs": found.differs}}
-        about = {"values": row.values, "runs": len(row.runs), "seeds": row.seeds}
-        rows.append(about | numbers | compared | directories)
+        if found := comparison.contrasts.get(index):
+            tested = {"test": found.test, "df": found.df, "uncorrected_p": found.p, "differs": found.differs}
+            found = _numbers(found) | tested | {"compared_seeds": [len(found.values), len(found.others)]}
+        about = {"values": row.values, "runs": len(row.runs), "seeds": row.seeds, "contrast": found}
+        rows.append(about | numbers | directories)
     head = {"keys": comparison.keys, "metric": comparison.metric, "direction": comparison.direction}
     head["reference"] = comparison.reference and comparison.reference.values
     content = head | {"rows": rows, "failures": [failure._asdict() for failure in comparison.failures]}

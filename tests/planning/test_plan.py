@@ -139,14 +139,6 @@ def test_allocations_of_the_optimizer_step_count_as_temporary():
     assert rank.peak["activations"] < weights / 10
 
 
-def test_fsdp_shards_parameters_and_optimizer_state_across_ranks():
-    whole, sharded = planned(*RESNET)[0], planned(*RESNET, "parallel=fsdp")
-    assert len(sharded) == 2
-    for kind in ("parameters", "optimizer state"):
-        assert sharded[0].kept[kind] == pytest.approx(whole.kept[kind] / 2, rel=0.01)
-    assert sum(sharded[0].saved.values()) == sum(whole.saved.values()), "a checkpoint has all of them"
-
-
 @pytest.mark.parametrize("engine", ["processes", "streams"])
 def test_stages_that_a_run_balances_by_time_are_planned_by_their_operations(engine):
     """The run itself would measure the blocks, which takes no time with fake tensors."""
@@ -156,12 +148,15 @@ def test_stages_that_a_run_balances_by_time_are_planned_by_their_operations(engi
     assert min(flops) > max(flops) / 2
 
 
-def test_pipeline_stages_have_their_own_layers():
+def test_fsdp_shards_parameters_and_optimizer_state_and_pipeline_stages_have_their_own_layers():
+    [whole], (sharded, _) = planned(*RESNET), planned(*RESNET, "parallel=fsdp")
+    for kind in ("parameters", "optimizer state"):
+        assert sharded.kept[kind] == pytest.approx(whole.kept[kind] / 2, rel=0.01)
+    assert sum(sharded.saved.values()) == sum(whole.saved.values()), "a checkpoint has all of them"
     first, second = planned(*RESNET, *PIPELINE)
     ends = [first.blocks[0], first.blocks[-1], second.blocks[0], second.blocks[-1]]
     assert ends == ["stem", "layer2.1", "layer3.0", "head"]
     assert not first.saved.keys() & second.saved.keys()
-    [whole] = planned(*RESNET)
     assert first.saved | second.saved == whole.saved
 
 
@@ -250,21 +245,17 @@ def test_bubbles_are_reported_for_each_schedule_and_split_size(capsys):
 
 
 @pytest.mark.cases(
-    ("gpipe", 2, 2, 1, 1 / 2),
-    ("gpipe", 4, 4, 8, 3 / 11),
-    ("1f1b", 4, 4, 8, 3 / 11),
-    ("interleaved_1f1b", 2, 4, 8, 1 / 17),
-    ("zero_bubble", 4, 4, 8, 3 / 27),
-    ("zero_bubble", 2, 4, 4, 1 / 25),
+    ("gpipe", 2, [1.0] * 2, 1, 1 / 2),
+    ("gpipe", 4, [1.0] * 4, 8, 3 / 11),
+    ("1f1b", 4, [1.0] * 4, 8, 3 / 11),
+    ("interleaved_1f1b", 2, [1.0] * 4, 8, 1 / 17),
+    ("zero_bubble", 4, [1.0] * 4, 8, 3 / 27),
+    ("zero_bubble", 2, [1.0] * 4, 4, 1 / 25),
+    ("gpipe", 2, [1.0, 3.0], 8, 1 - (8 + 24) / (2 * 25)),  # the second computes 8 × 3, after 1; the first 8 of 25
 )
-def test_the_bubble_of_equal_stages_is_that_of_the_formulas(schedule, workers, stages, micros, expected):
-    rows = bubbles([schedule], workers, micros, [1.0] * stages, stages)
+def test_the_bubble_is_that_of_the_formulas(schedule, workers, stages, micros, expected):
+    rows = bubbles([schedule], workers, micros, stages, len(stages))
     assert {row["num_micro_batches"]: row[schedule] for row in rows}[micros] == pytest.approx(expected)
-
-
-def test_workers_wait_for_the_slowest_stage():
-    [*_, row] = bubbles(["gpipe"], 2, 8, [1.0, 3.0])  # the second computes 8 × 3, after 1; the first 8 of 25
-    assert row["gpipe"] == pytest.approx(1 - (8 + 24) / (2 * 25))
 
 
 def test_a_plan_for_another_number_of_devices(capsys):

@@ -90,11 +90,10 @@ def test_rows_are_true_classes_and_shades_are_fractions_of_their_row():
             assert colour_at(shown, row, column) == wanted.get((row, column), (255, 255, 255))
 
 
-@pytest.mark.parametrize("count", [99_999, 7 * 10**12])
-def test_numbers_are_drawn_inside_their_cells(count):
+def test_numbers_are_drawn_inside_their_cells():
     counts = torch.zeros(3, 3, dtype=torch.int64)
     before = confusion_matrix(counts, ["a", "b", "c"])
-    counts[1, 2] = count
+    counts[1, 2] = 7 * 10**12
     after = confusion_matrix(counts, ["a", "b", "c"])
     rows, columns = (before != after).any(0).nonzero().unbind(1)
     margin = before.shape[1] - 3 * 44 - GAP
@@ -103,17 +102,6 @@ def test_numbers_are_drawn_inside_their_cells(count):
     white = (after[:, margin + 44 : margin + 88, margin + 88 : margin + 132] > 200).all(0)
     assert white.any()
     assert not white[:, [0, 1, -2, -1]].any()
-
-
-def test_class_names_label_both_axes():
-    counts = torch.eye(3, dtype=torch.int64)
-    before, after = (confusion_matrix(counts, ["cat", name, "dog"]) for name in ("bee", "bug"))
-    rows, columns = (before != after).any(0).nonzero().unbind(1)
-    margin = before.shape[1] - 3 * 44 - GAP
-    left, above = columns < margin, rows < margin
-    assert (left ^ above).all()
-    for along in (rows[left], columns[above]):  # next to row 1, and to column 1
-        assert margin + 44 <= along.min() <= along.max() < margin + 88
 
 
 @pytest.mark.parametrize(("num_classes", "cell"), [(21, 38), (1000, 1)])
