@@ -68,9 +68,9 @@ def _new_process() -> None:
 def trigger_fault(what: str) -> None:
     """`kill all` or `stop all` processes of the run; `kill`, `stop`, `hang` or `raise` in this process.
 
-    Anything else is the names of signals that are sent to the command, one second apart.
+    Anything else is the names of signals that are sent to the command, each when it has announced the one before.
     """
-    from helpers.command import processes_in
+    from helpers.command import processes_in, wait_until
 
     here = os.getpid()
     if what in ("kill all", "stop all"):
@@ -85,7 +85,7 @@ def trigger_fault(what: str) -> None:
     else:
         command = multiprocessing.parent_process()
         for number, name in enumerate(what.split()):
-            time.sleep(1.0 if number else 0.0)
+            wait_until(lambda number=number: not number or "finishing the step" in Path("console.txt").read_text())
             os.kill(command.pid if command and command.pid else here, signal.Signals[name])
 
 
