@@ -264,8 +264,8 @@ def check_same_config(config: dict[str, Any], collectives: Collectives) -> None:
 
 def _node(config: Mapping[str, Any], group: str) -> Mapping[str, Any]:
     node = config.get(group)
-    check(isinstance(node, Mapping), group, node, "nothing is chosen", f"choose one of the options in conf/{group}/")
-    assert isinstance(node, Mapping)
+    if not isinstance(node, Mapping):
+        raise ConfigError(group, node, "nothing is chosen", f"choose one of the options in conf/{group}/")
     return node
 
 

@@ -120,16 +120,13 @@ class State:
         """Save a checkpoint, on all ranks, after this step or the next one."""
         self._save_soon = True
 
-    @property
-    def asks(self) -> bool:
-        """Whether a hook has called `stop` or `save_soon` on this rank."""
-        return self._save_soon or bool(self._stop_reason)
-
     def agree(self, interrupted: bool) -> tuple[bool, bool]:
-        """Return whether the run is `interrupted` on any rank, and whether to save; take over the reason of a `stop`.
+        """Return whether any rank is `interrupted`, and whether a hook of any asks to save; take over its `stop`.
 
-        Called on every rank, if `asks` or `interrupted` is true on any.
+        Called on every rank.
         """
+        if not self.session.collectives.any_rank(interrupted or self._save_soon or bool(self._stop_reason)):
+            return False, False
         found = self.session.collectives.all_gather((interrupted, self._save_soon, self._stop_reason))
         self._save_soon, self.stopping.asked = False, next((reason for *_, reason in found if reason), "")
         return any(stop for stop, *_ in found), any(save for _, save, _ in found)

@@ -176,12 +176,8 @@ def loop(state: State, take_step: TakeStep, recorder: Recorder, progress: Progre
                 is_best = evaluate(state, recorder, progress)
         if session.rank == 0:  # whose clock decides for all ranks, as its log and result name the rule
             state.out_of_time = state.stopping.out_of_time(state.step_timer.elapsed())
-        interrupted = bool(stop.received or state.out_of_time)
-        stopping = session.collectives.any_rank(interrupted or state.asks)
-        if stopping:  # or a hook asks for it
-            stopping, asked_to_save = state.agree(interrupted)
-            save_due = save_due or asked_to_save
-        if save_due or is_best or stopping or state.stopping.reason:
+        stopping, asked_to_save = state.agree(bool(stop.received or state.out_of_time))
+        if save_due or asked_to_save or is_best or stopping or state.stopping.reason:
             state.step_timer.end_window()  # after a stop, which is not foreseen
             with timer.section("checkpoint"):
                 state.checkpoints.wait()  # for the previous one, whose copy of the state takes memory

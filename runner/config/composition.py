@@ -143,8 +143,7 @@ class Composer:
                 self._loader.load_configuration(self._root, overrides[:count], mode)
             except Exception as first:
                 key, _, value = override.partition("=")
-                said = (each if each.isprintable() else repr(each)[1:-1] for each in str(first).splitlines()[0])
-                why = f"Hydra cannot use it ({''.join(said)})"
+                why = f"Hydra cannot use it ({str(first).splitlines()[0]})"
                 return ConfigError(override_key(key), value or ABSENT, why, f"leave {key} out, or choose another value")
         return error
 

@@ -25,9 +25,9 @@ def option_files(*more: Path) -> dict[str, dict[str, Path]]:
     for folder in (CONF, *more):
         for path in folder.glob("*/[!_]*.yaml"):
             files.setdefault(path.parent.name, {})[path.stem] = path
-    return {
-        group: dict(sorted(files[group].items(), key=lambda item: _numbers_first(item[0]))) for group in sorted(files)
-    }
+    # As text, accumulation=16 would come before 2.
+    names = {group: sorted(files[group], key=lambda name: name.zfill(9) if name.isdigit() else name) for group in files}
+    return {group: {name: files[group][name] for name in names[group]} for group in sorted(files)}
 
 
 @cache
@@ -98,8 +98,3 @@ def option_file(cls: type) -> str:
     if len(found) > 1:
         return f"conf/{found[0].parent.relative_to(CONF).as_posix()}/"
     return f"conf/{found[0].relative_to(CONF).as_posix()}" if found else "conf/config.yaml"
-
-
-def _numbers_first(name: str) -> tuple[int, str]:
-    # As text, accumulation=16 would come before 2.
-    return (int(name), "") if name.isdigit() else (10**9, name)
