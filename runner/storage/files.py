@@ -118,12 +118,10 @@ def _refusal(path: Path, mode: int, wanted: str) -> UnsafeFileError:
 
 def check_no_link(directory: Path) -> None:
     """Raise an `UnsafeFileError` if `directory` exists, and is a link or anything else that is not a directory."""
-    try:
+    with suppress(FileNotFoundError):
         mode = os.lstat(directory).st_mode
-    except FileNotFoundError:
-        return
-    if not stat.S_ISDIR(mode):
-        raise _refusal(directory, mode, "a directory")
+        if not stat.S_ISDIR(mode):
+            raise _refusal(directory, mode, "a directory")
 
 
 def check_readable(key: str, path: Path) -> None:
@@ -147,10 +145,8 @@ def is_locked(path: Path) -> bool:
     try:
         with open_regular(path) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
+    except OSError as error:
+        return isinstance(error, BlockingIOError)
     return False
 
 

@@ -8,7 +8,7 @@ import json
 import re
 import reprlib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -60,11 +60,10 @@ def hashes_of_shared(directory: Path, other: Path) -> dict[str, str]:
     They are taken from the manifest of `other`, whose hashes were verified when it was loaded, or computed when it was
     written. If it cannot be read, the result is empty.
     """
-    try:
+    with suppress(DamagedError, ConfigError, OSError):
         listed, names = read_manifest(other)["files"], {path.name for path in directory.iterdir()}
         return {name: listed[name] for name in names & listed.keys() if (directory / name).samefile(other / name)}
-    except (DamagedError, ConfigError, OSError):
-        return {}
+    return {}
 
 
 def saved_text(directory: Path, name: str) -> str | None:

@@ -206,10 +206,9 @@ def entries(directory: Path) -> list[Path]:
     Raises:
         OSError: if it cannot be read. `Path.glob` would find no entries instead.
     """
-    try:
+    with suppress(FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a path with a null character
         return sorted(directory.iterdir())
-    except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a path with a null character
-        return []
+    return []
 
 
 def readable_entries(parent: Path) -> list[Path]:

@@ -117,10 +117,9 @@ def _config_files(source: Path) -> Iterator[Path]:
 
 def saved_overrides(path: Path) -> list[str]:
     """Return the overrides with which the run at `path` was started, for display; empty if they cannot be read."""
-    try:
+    with suppress(OSError, UnreadableConfigError):
         return [str(text) for text in _plain(read_regular(path / OVERRIDES, MAX_BYTES), list)]
-    except (OSError, UnreadableConfigError):
-        return []
+    return []
 
 
 def directory_of(source: Path) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,6 @@ def cgroup_limits(*names: str) -> Iterator[list[str]]:
 
 
 def _lines(path: Path) -> list[str]:
-    try:
+    with suppress(OSError):
         return path.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return []
+    return []

@@ -70,29 +70,22 @@ def redacted(text: str) -> str:
     return text
 
 
-def redacted_values(config: Any) -> Any:
-    """Return a copy of plain values nested in dicts and lists, or of a list of overrides, without credentials."""
+def redacted_values(config: Any, key: str = "") -> Any:
+    """Return a copy of plain values nested in dicts and lists, or of a list of overrides, without credentials.
+
+    If `key`, that of `config` in the dict around it, names a credential, all values nested in `config` are credentials.
+    """
+    hidden = _NAMED.search(key)
     if isinstance(config, dict):
-        return {key: _redacted_value(str(key), value) for key, value in config.items()}
+        return {name: redacted_values(value, key if hidden else str(name)) for name, value in config.items()}
     if isinstance(config, list | tuple):
-        return [redacted_values(value) for value in config]
+        return [redacted_values(value, key) for value in config]
+    if hidden and config is not None and _is_secret(hidden["name"], str(config)):
+        return MASK
     if not isinstance(config, str):
         return config
     override = _OVERRIDE.fullmatch(config)
     return _masked(override) if override else redacted(config)
-
-
-def _redacted_value(key: str, value: Any) -> Any:
-    """Return `value` without credentials. If `key` names a credential, all values nested in `value` are credentials."""
-    if isinstance(value, dict):
-        hidden = _NAMED.search(key)
-        return {inner: _redacted_value(key if hidden else str(inner), each) for inner, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_redacted_value(key, each) for each in value]
-    name = _NAMED.search(key)
-    if name and value is not None and _is_secret(name["name"], str(value)):
-        return MASK
-    return redacted_values(value)
 
 
 def _masked(match: re.Match[str]) -> str:
