@@ -101,10 +101,6 @@ def _run(arguments: list[str]) -> list[int]:
 
         job = resolve_auto_accumulation(job, partial(compose_run, composer), directory)
         run = build_run(job.config)
-    if getattr(run.parallel, "in_processes", False):
-        from runner.parallel.launch.processes import start_rank_server
-
-        start_rank_server()
     from runner.api.run_job import run_one
 
     return [run_one(run, job.overrides, directory, print_end=True).exit_code]

@@ -19,7 +19,7 @@ from runner.config import user_code
 from runner.config.errors import ConfigError
 from runner.parallel.collectives import Collectives, ProcessGroup
 from runner.parallel.launch import process_group
-from runner.parallel.launch.cluster import RankInfo, external_rank_info
+from runner.parallel.launch.cluster import RankInfo
 from runner.parallel.launch.supervisor import RankError, Report, Supervisor, report_of, start_heartbeat
 from runner.parallel.session import Session
 from runner.system.accelerator import properties
@@ -32,12 +32,6 @@ log = logging.getLogger(__name__)
 
 PRELOADED = ("torch", "torch._dynamo", "torch.distributed.tensor", "torch.utils.flop_counter", "runner.training")
 """Modules that every rank needs. The fork server imports them once, while this process reads the data."""
-
-
-def start_rank_server() -> None:
-    """Start the fork server of the ranks, which imports torch at the same time as this process, if we start them."""
-    if external_rank_info() is None:
-        start_server(*PRELOADED)
 
 
 Train = Callable[[], Any]
@@ -85,7 +79,7 @@ class LocalProcesses(Launcher):
     @contextmanager
     def connect(self) -> Iterator[Collectives]:
         before_training()
-        start_rank_server()
+        start_server(*PRELOADED)
         yield Collectives(self.devices[:1], 0, len(self.devices))
 
     def launch(self, train: Train, train_rank: TrainRank, session: Session, directory: Path) -> Any:
