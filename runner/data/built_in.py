@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -81,7 +80,6 @@ class Synthetic(Data):
     size: int = 128
     channels: int = 3
     num_classes: int = 1000
-    learnable: bool = False
 
     def __post_init__(self) -> None:
         check_range(self, "num_samples", least=1)
@@ -89,7 +87,7 @@ class Synthetic(Data):
         check_range(self, "size", least=1, most=4096)
         check(self.channels in (1, 3), "channels", self.channels, "images are grayscale or RGB", "1 or 3")
         check_range(self, "num_classes", least=1, most=1_000_000)
-        images = self.num_samples + self.holdout + self.learnable * self.num_classes
+        images = self.num_samples + self.holdout
         gibibytes = images * self.channels * self.size**2 / 2**30
         why = f"{images} images of this size take {gibibytes:.1f} GiB of memory, and the limit is 4 GiB"
         check(gibibytes <= 4, "num_samples", self.num_samples, why, "use fewer or smaller images")
@@ -106,19 +104,11 @@ class Noise(TensorSamples):
         images = torch.empty(count, *shape, dtype=torch.uint8, device="meta")
         generator = torch.Generator().manual_seed(derive(0, "synthetic", f"{split} targets"))
         targets = torch.randint(options.num_classes, (count,), generator=generator)
-        # The variance of a uniform variable in [0, 1] is 1/12, and that of the mean of two is 1/24.
-        std = 24**-0.5 if options.learnable else 12**-0.5
+        std = 12**-0.5  # of a uniform variable in [0, 1]
         super().__init__(images, targets, names, (0.5,) * options.channels, (std,) * options.channels)
-        self._split, self._learnable = split, options.learnable
+        self._seed = derive(0, "synthetic", split)
 
     def _move(self, device: torch.device) -> None:
         if self.inputs.is_meta:
-            self.inputs = _noise(self._split, len(self), self.shape, device)
-            if self._learnable:
-                patterns = _noise("patterns", self.num_classes, self.shape, device)
-                self.inputs = self.inputs // 2 + patterns[self.targets.to(device)] // 2
+            self.inputs = random_bytes(self._seed, self.inputs.numel(), device).view(self.inputs.shape)
         super()._move(device)
-
-
-def _noise(name: str, count: int, shape: tuple[int, int, int], device: torch.device) -> torch.Tensor:
-    return random_bytes(derive(0, "synthetic", name), count * math.prod(shape), device).view(count, *shape)

@@ -26,7 +26,6 @@ def test_shards_cover_all_samples_evenly(length, count):
     ("option", "changed"),
     [
         ("synthetic", {"num_samples": 20, "size": 8, "num_classes": 3}),
-        ("synthetic", {"num_samples": 20, "size": 8, "num_classes": 3, "learnable": True}),
         ("digits", {"crop": 2}),
         ("tabular", {"num_samples": 20}),
         ("imagefolder", {"workers": 0, "size": 8, "holdout": 0.5}),
