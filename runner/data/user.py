@@ -93,9 +93,8 @@ def _dataset(given: Any) -> Any:
     check(not isinstance(given, DataLoader), "", name, "the batches are made by the runner", "pass loader.dataset")
     why = "its samples have no index, so that they cannot be shuffled, divided and resumed"
     check(not isinstance(given, IterableDataset), "", name, why, "pass a map-style Dataset, or list(dataset)")
-    has_index = hasattr(given, "__getitem__") and not isinstance(given, tuple | dict | str)
-    check(has_index, "", name, "it is no data set", remedy)
-    check(hasattr(given, "__len__"), "", name, "it has no length (__len__)", "define __len__")
+    is_map_style = hasattr(given, "__getitem__") and hasattr(given, "__len__")
+    check(is_map_style and not isinstance(given, tuple | dict | str), "", name, "it is no map-style data set", remedy)
     check(len(given) > 0, "", name, "it is empty", "pass one with samples")
     return given
 

@@ -81,7 +81,7 @@ class UserWorkload(DataWorkload[Samples]):
 
     @property
     def num_outputs(self) -> int:
-        why, remedy = "how many outputs the network needs is not known", "give the data set a list `classes`"
+        why, remedy = "the number of outputs is not known", "pass tensors, or a data set with a list `classes`"
         check(self._num_outputs > 0 or isinstance(self.model, UserModel), "data", ABSENT, why, remedy)
         return self._num_outputs
 

@@ -166,7 +166,7 @@ def shifted(by: int) -> Any:
 
 @pytest.mark.cases(
     ({"data": (Endless(), Endless())}, "data", "no index"),
-    ({"data": (NoLength(), NoLength())}, "data", "no length"),
+    ({"data": (NoLength(), NoLength())}, "data", "__len__"),
     ({"data": (DataLoader(TENSORS[0]), TENSORS[1])}, "data", "batches"),
     ({"data": (Dicts([1, 2]), Dicts([1]))}, "data", "(input, target)"),
     ({"data": (tensors(60), (torch.zeros(2, 6), torch.zeros(2).long()))}, "data", "[6]"),
