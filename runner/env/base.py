@@ -91,7 +91,6 @@ class Env:
         self._render_modes = tuple(single.metadata.get("render_modes", ()))
         self.frames_per_second = float(single.metadata.get("render_fps") or 25)
         self._is_builtin = type(single.unwrapped).__module__.startswith("gymnasium.")
-        single.close()
         self.num_actions = num_actions(self.id, single)
         self.longest = self.max_episode_steps or spec.max_episode_steps
         with self.vector(1, in_process=True) as vector:

@@ -111,8 +111,9 @@ def pixels_of(name: str, space: gymnasium.Space, stack: int) -> Pixels | None:
 
 
 def num_actions(name: str, env: gymnasium.Env) -> int:
-    """Return the number of actions of `env`, called `name`; raise `ConfigError` if its spaces are not supported."""
+    """Return the number of actions of `env`, and close it; `ConfigError` of `name` if its spaces are not supported."""
     actions, observations = env.action_space, env.observation_space
+    env.close()
     if not isinstance(actions, gymnasium.spaces.Discrete):
         why = f"its action space is {actions}, and deep Q-learning needs discrete actions"
         raise ConfigError("id", name, why, "choose another environment, such as env=cartpole")
@@ -122,8 +123,7 @@ def num_actions(name: str, env: gymnasium.Env) -> int:
 
 
 def _needs_flattening(space: gymnasium.Space) -> bool:
-    """Return whether observations are no arrays: discrete values become one-hot vectors, tuples are joined."""
-    return not isinstance(space, gymnasium.spaces.Box)
+    return not isinstance(space, gymnasium.spaces.Box)  # discrete values become one-hot vectors, tuples are joined
 
 
 def make(

@@ -118,7 +118,7 @@ def test_one_hogwild_actor_equals_single_bitwise(tmp_path):
     assert all(torch.equal(got[name], wanted[name]) for name in wanted)
 
 
-IMAGES = (*agents.IMAGES, "workload.record_video=true")
+IMAGES = (*agents.IMAGES, "workload.record_video=true", "workload.eval_episodes=3", "batch_size=12")
 
 
 @pytest.mark.cases(
