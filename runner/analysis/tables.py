@@ -209,9 +209,7 @@ def _cell(row: Row, measure: str) -> str:
 _NUMBERS = ("difference", "low", "high", "p", "seeds_needed")
 
 
-def _numbers(found: Contrast | None) -> dict[str, float | None]:
-    if found is None:
-        return dict.fromkeys(_NUMBERS)
+def _numbers(found: Contrast) -> dict[str, float | None]:
     numbers = found.difference, found.low, found.high, found.corrected_p, found.seeds_needed
     return dict(zip(_NUMBERS, numbers, strict=True))
 
@@ -222,16 +220,17 @@ def as_csv(comparison: Comparison) -> str:
     titles = [comparison.title(name) if name in (BEST, LAST) else name for name in measures]
     lines: list[list[Any]] = [[*keys, "seed", *titles, "run", "state", "step", "reason", *_NUMBERS]]
     for index, row in enumerate(comparison.rows):
-        verdict = comparison.contrasts.get(index)
-        numbers = ["" if number is None or number != number else number for number in _numbers(verdict).values()]
+        contrast = comparison.contrasts.get(index)
+        numbers = _numbers(contrast).values() if contrast else [None] * len(_NUMBERS)
+        numbers = [None if number != number else number for number in numbers]  # NaN
         for run in row.runs:
             measured, name = comparison.measured(run), comparison.name(run.directory)
-            found = [measured.get(measure, "") for measure in measures]
-            seed = run.labels.get("seed", "")
+            found = [measured.get(measure) for measure in measures]
+            seed = run.labels.get("seed")
             lines.append([*_values(comparison, row), seed, *found, name, "done", "", "", *numbers])
     for f in comparison.failures:
-        step, none = "" if f.step is None else f.step, [""] * len(_NUMBERS)
-        lines.append([*_values(comparison, f), "", *[""] * len(measures), f.run, f.state, step, f.reason, *none])
+        absent = [None] * len(_NUMBERS)
+        lines.append([*_values(comparison, f), "", *[""] * len(measures), f.run, f.state, f.step, f.reason, *absent])
     return csv_text(lines)
 
 
