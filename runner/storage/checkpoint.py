@@ -157,7 +157,7 @@ def _best_checkpoint(run: Path) -> Path:
     checkpoint = load(_last_checkpoint(run))
     best: Any = checkpoint.state.get("best")
     if best == {}:
-        raise ConfigError("checkpoint", "best", f"{run} has not been evaluated", "take last, the newest one")
+        raise ConfigError("checkpoint", "best", f"{run} has no best evaluation", "take last, the newest one")
     check_known(best, {"step": range(checkpoint.step + 1)}, ("step",), "the best evaluation")
     path = run / "checkpoints" / step_name(best["step"])
     if not path.is_dir():

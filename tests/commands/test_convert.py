@@ -158,7 +158,7 @@ def test_a_best_checkpoint_that_is_missing_unknown_or_forged_is_refused(run, cap
     shutil.rmtree(checkpoint(run, 2))
     for best, why in (
         ({"step": 2}, "step_00000002 does not exist\n  take last"),
-        ({}, "has not been evaluated\n  take last"),
+        ({}, "has no best evaluation\n  take last"),
         (None, "the best evaluation"),
         ({"step": "../../x"}, "the best evaluation"),
         ({"step": 10**40}, "the best evaluation"),
