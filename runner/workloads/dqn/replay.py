@@ -179,12 +179,8 @@ class NStepBuffer:
     def push(self, observations: np.ndarray, actions: np.ndarray, steps: Steps) -> np.ndarray:
         """Add one step of each environment, and return the transitions that these steps complete.
 
-        All observations are vectors. Transitions are packed, float32 [m, row_width].
-
-        Args:
-            observations: those before the step, [num_envs, observation_size].
-            actions: int64 [num_envs].
-            steps: the results of the step.
+        `observations` are those before the step, vectors [num_envs, observation_size], as those of `steps`, and
+        `actions` int64 [num_envs]. Transitions are packed, float32 [m, row_width].
         """
         _, rewards, terminated, truncated, taken, _ = steps
         slot = self._time % self.length
