@@ -35,9 +35,7 @@ def start_server(module: str, *modules: str) -> None:
         util.get_temp_dir()  # a stop signal between its creation and the registration of its removal would leave it
         resource_tracker.ensure_running()  # it unblocks SIGINT and SIGTERM here, and ignores them itself
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-        with patch.dict(
-            os.environ, python_path()
-        ):  # the server and its children must not import another copy of the project
+        with patch.dict(os.environ, python_path()):  # it must not import another copy of the project
             forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
