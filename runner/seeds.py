@@ -46,10 +46,8 @@ def sample_seeds(seed: int, epochs: torch.Tensor, samples: torch.Tensor) -> list
 
 def random_states(devices: Sequence[torch.device]) -> dict[str, torch.Tensor]:
     """Return the states of torch's default generators, which dropout uses, of the CPU and of `devices`."""
-    state = {"cpu": torch.get_rng_state()}
-    for name, device in _generator_names(devices).items():
-        state[name] = accelerator.random_state(device)
-    return state
+    generators = _generator_names(devices).items()
+    return {"cpu": torch.get_rng_state()} | {name: accelerator.random_state(device) for name, device in generators}
 
 
 def set_random_states(state: dict[str, torch.Tensor], devices: Sequence[torch.device]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -207,7 +207,10 @@ class State:
         if local:
             run.workload.load_state_dict(local["workload"])
             run.workload.load_parts(checkpoint.part_files)
-            _load_random_state(local["random"], devices)
+            for name, now in random_states(devices).items():
+                if name in local["random"] or name == "cpu":  # a run on other devices saved no state for this one
+                    check_like(local["random"][name], now, f"the random state, {name}")
+            set_random_states(local["random"], devices)
         else:
             log.info("rank %d saved nothing in this checkpoint: its random numbers start anew", self.session.rank)
 
@@ -331,10 +334,3 @@ def _not_finite(tensors: dict[str, torch.Tensor], optimizer_state: dict[str, dic
         if isinstance(tensor, torch.Tensor) and not tensor.sum().isfinite() and not tensor.isfinite().all():
             return name
     return ""
-
-
-def _load_random_state(saved: dict[str, torch.Tensor], devices: Sequence[torch.device]) -> None:
-    for name, now in random_states(devices).items():
-        if name in saved or name == "cpu":  # a run on other devices saved no state for this one
-            check_like(saved[name], now, f"the random state, {name}")
-    set_random_states(saved, devices)
