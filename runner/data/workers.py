@@ -64,7 +64,7 @@ class Workers:
             yield batch
 
     def close(self) -> None:
-        """End the processes; the next `read` starts new ones."""
+        """End the processes; the next `map` starts new ones."""
         if self._pool is not None:
             pool, self._pool = self._pool, None
             wait(self._loading, _SECONDS_TO_END)  # killed while it sends a batch, a worker may leave it in /dev/shm

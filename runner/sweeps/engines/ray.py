@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 
 from runner.config.errors import ConfigError, check
 from runner.sweeps.engines.base import ClusterEngine, Ended, Job, Pool
-from runner.sweeps.engines.child import RayTask, import_ray, task
+from runner.sweeps.engines.cluster_task import RayTask, import_ray, task
 from runner.system.console import STOPPED
 from runner.system.cpu import usable_core_numbers
 from runner.system.import_path import is_installed, python_path

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 from runner.config.errors import ConfigError, check, check_range
 from runner.storage.files import read_regular
 from runner.sweeps.engines.base import ClusterEngine, Ended, Job, Pool, Resources
-from runner.sweeps.engines.child import KILL, STOP, SlurmTask, task
+from runner.sweeps.engines.cluster_task import KILL, STOP, SlurmTask, task
 from runner.sweeps.ledger import SETTLED, SLURM
 from runner.system.console import STOPPED
 from runner.system.import_path import is_installed, python_path

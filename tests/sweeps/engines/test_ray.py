@@ -13,7 +13,7 @@ from helpers.extras import require
 from helpers.pool_jobs import exit_codes_of, job, processes, reports_of_job, wait_until_ended, wait_until_started
 
 from runner.config.errors import ConfigError
-from runner.sweeps.engines import child
+from runner.sweeps.engines import cluster_task
 from runner.sweeps.engines import ray as engine
 from runner.sweeps.engines.base import Pool
 from runner.sweeps.engines.ray import Ray
@@ -39,7 +39,7 @@ def cluster() -> Iterator[None]:
 @pytest.fixture
 def pool(cluster: None, tmp_path, monkeypatch) -> Iterator[Pool]:
     """A pool whose jobs run `fake_run`, which starts quickly, in `tmp_path`."""
-    monkeypatch.setattr(child, "COMMAND", ("-S", fake_run.__file__))
+    monkeypatch.setattr(cluster_task, "COMMAND", ("-S", fake_run.__file__))
     monkeypatch.chdir(tmp_path)
     with Ray().connect(9, tmp_path) as pool:
         yield pool

@@ -15,7 +15,7 @@ from helpers.fake_slurm import ACTIVE_STATES, FakeSlurm
 from helpers.pool_jobs import exit_codes_of, job, processes, reports_of_job, wait_until_ended, wait_until_started
 
 from runner.config.errors import ConfigError
-from runner.sweeps.engines import base, child, ray, slurm
+from runner.sweeps.engines import base, cluster_task, ray, slurm
 from runner.sweeps.engines.base import Ended, Pool
 from runner.sweeps.engines.ray import Ray
 from runner.sweeps.engines.slurm import Slurm, SlurmPool, cancel
@@ -27,7 +27,7 @@ def cluster(tmp_path, monkeypatch) -> Iterator[FakeSlurm]:
     cluster = FakeSlurm(tmp_path / "cluster")
     for name, value in cluster.variables.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(child, "COMMAND", ("-S", fake_run.__file__))
+    monkeypatch.setattr(cluster_task, "COMMAND", ("-S", fake_run.__file__))
     for name in ("_ASK_SECONDS", "_ASK_AGAIN_SECONDS", "_SUBMIT_AGAIN_SECONDS"):
         monkeypatch.setattr(slurm, name, 0.1)
     (tmp_path / "sweep").mkdir()
