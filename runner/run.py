@@ -228,12 +228,12 @@ def build_run(config: Mapping[str, Any]) -> Run:
         needed = component_fields(load_class(node.get("_target_"), Workload))
     inputs = {group: build(_node(config, group), WORKLOAD_INPUTS[group], group) for group in needed}
     parts["workload"] = build(node, Workload, "workload", **inputs)
-    for part, group in {"model": "model", "data": "data", "loss": "workload", "metrics": "workload"}.items():
-        chosen, why = str((config.get(group) or {}).get("_target_")), f"the config chooses another {group}"
-        used = part not in config.get("code", {}) or chosen.rpartition(".")[0].endswith(".user")
-        check(used, part, chosen, f"code is given that would not be used: {why}", f"leave out {group}=…, or the code")
     run = Run(**typed_values(Run, {key: config[key] for key in scalars if key in config}), **parts)
     run.config = dict(config)
+    for part, group in {"model": "model", "data": "data", "loss": "workload", "metrics": "workload"}.items():
+        chosen, why = str((config.get(group) or {}).get("_target_")), f"the config chooses another {group}"
+        used = part not in run.code or chosen.rpartition(".")[0].endswith(".user")
+        check(used, part, chosen, f"code is given that would not be used: {why}", f"leave out {group}=…, or the code")
     return run
 
 

@@ -27,9 +27,8 @@ from runner.system.forkserver import start_server
 
 if "gpu" not in sys.argv and "PYTEST_XDIST_WORKER" not in os.environ and Path("/dev/nvidiactl").exists():
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # tests are of the CPU, but for those that `-m gpu` selects
-os.environ["PYTHONPATH"] = child_environment()[
-    "PYTHONPATH"
-]  # the fork server starts without what pytest adds to sys.path
+# The fork server starts without what pytest adds to sys.path.
+os.environ["PYTHONPATH"] = child_environment()["PYTHONPATH"]
 processes.PRELOADED = (*processes.PRELOADED, "helpers.preload_and_freeze")
 # Here and in all forks, nothing waits for the disk, which takes a third of the time of some tests. A power loss is
 # simulated from the calls (`helpers.power_loss`).

@@ -277,10 +277,15 @@ class OptionFiles(ConfigSource):
         content = read_config(path)
         header = self._get_header_dict(path.read_text(encoding="utf-8")[:512])
         values: Any = OmegaConf.to_container(content)
-        groups = [group for entry in values.get("defaults") or [] if isinstance(entry, dict) for group in entry]
+        entries, of_hydra = values.get("defaults") or [], values.get("hydra")
+        why, remedy = f"in {os.path.relpath(path)}, it is not a list", "begin each entry with - in a line of its own"
+        check(isinstance(entries, list), "defaults", entries, why, remedy)
+        groups = [group for entry in entries if isinstance(entry, dict) for group in entry]
         keys = [str(name).rpartition(" ")[2].lstrip("/") for name in (*groups, header.get("package") or "")]
-        for key, value in (values.get("hydra") or {}).items():
-            if key not in HYDRA_KEYS and (key != "sweeper" or {*value} != {"params"}):
+        keys += ["hydra"] if not isinstance(of_hydra, dict | None) else []
+        for key, value in of_hydra.items() if isinstance(of_hydra, dict) else ():
+            is_study = key == "sweeper" and isinstance(value, dict) and {*value} == {"params"}
+            if key not in HYDRA_KEYS and not is_study:
                 keys.append(f"hydra.{key}")
         for key in keys:
             if re.match(r"hydra\b", key):

@@ -22,6 +22,9 @@ def options(directory: Path, name: str, text: str) -> Composer:
 SECTIONS = {
     "hydra: {launcher: {_target_: helpers.plugin_component.PluginSGD}}": "hydra.launcher",
     "hydra: {run: {dir: x}}": "hydra.run",
+    "hydra: 3": "hydra",
+    "hydra: {sweeper: 3}": "hydra.sweeper",
+    "defaults: 3": "defaults",
     "hydra: {sweeper: {max_batch_size: 1}}": "hydra.sweeper",
     "defaults:\n  - override /hydra/job_logging: stdout\n  - _self_": "hydra/job_logging",
     "# @package hydra.job\nenv_set: {X: y}": "hydra.job",

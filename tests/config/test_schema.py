@@ -61,6 +61,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
     ),
     # Whole nodes
     "optimizer=3": ("optimizer: got 3", "conf/"),
+    "code=0": ("code: got 0", "it must be a mapping"),
     "+optimizer.lrr=1": ("optimizer.lrr", "SGD", "lr?"),
 }
 

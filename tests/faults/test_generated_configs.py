@@ -5,6 +5,7 @@ import re
 import string
 import sys
 import tempfile
+import unicodedata
 from contextlib import chdir, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -64,6 +65,9 @@ def outcome(words: list[str], option_file: bytes = b"") -> Outcome:
         return Outcome(code, len(built), err.getvalue(), set(Path().rglob("*")) - before)
 
 
+DIRECTIONS = {"LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"}
+
+
 def assert_built_or_refused(result: Outcome, keys: set[str]) -> None:
     """Assert that the config was built, or refused with a few printable lines that name one of `keys`."""
     assert result.left == set(), "something is left behind"
@@ -71,7 +75,10 @@ def assert_built_or_refused(result: Outcome, keys: set[str]) -> None:
     assert result.code in (0, 2), result.err
     lines = result.err.strip().splitlines()
     assert len(lines) <= 10, result.err
-    assert all(line.isprintable() and len(line) <= WIDTH for line in lines), result.err
+    characters = set("".join(lines))
+    assert not {unicodedata.category(c) for c in characters} & {"Cc", "Cs", "Zl", "Zp"}, "they control a terminal"
+    assert not {unicodedata.bidirectional(c) for c in characters} & DIRECTIONS, "they change the text direction"
+    assert all(len(line) <= WIDTH for line in lines), result.err
     if result.code == 2:
         parts = [part for key in keys for part in (*re.split("[.@]", key), key)]
         named = [*(f"{key}:" for key in keys), *(printable(part[:60]) for part in parts if len(part) > 1)]
@@ -197,5 +204,5 @@ def yaml_files(draw: st.DrawFn) -> bytes:
 @generated(FILES)
 @given(yaml_files())
 def test_an_option_file_builds_a_run_or_is_refused_by_its_key_or_name(content):
-    words = re.findall(r"[\w.]+", content.decode(errors="ignore"))
+    words = re.findall(r"[\w.]+|<<", content.decode(errors="ignore"))
     assert_built_or_refused(outcome(["--config-dir=mine"], content), {"local", *words})

@@ -2,7 +2,6 @@
 
 import json
 import re
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +111,7 @@ class ExternalResources:
         self.sockets: set[str] = set()
         self.shared: set[str] = set()
         self.pids: set[int] = set()
+        self.earlier = _shared_memory()  # left by others, perhaps by a process with a number that is used again
         self.sample()
 
     def sample(self) -> None:
@@ -133,10 +133,13 @@ class ExternalResources:
         # The resource tracker, which all commands of a server share, unlinks semaphores when the server ends.
         kept = "/dev/shm/sem.mp-" if self.temporary is None else "none"
         found = [name for name in self.shared if Path(name).exists() and not name.startswith(kept)]
-        with suppress(OSError):
-            theirs = re.compile(rf"torch_({'|'.join(map(str, self.pids)) or 'none'})_")
-            found += [path.name for path in Path("/dev/shm").iterdir() if theirs.match(path.name)]
+        theirs = re.compile(rf"torch_({'|'.join(map(str, self.pids)) or 'none'})_")
+        found += filter(theirs.match, _shared_memory() - self.earlier)
         if self.temporary is not None:
             # The compiler cache of torch is shared by all processes of a user, and persists.
             found += [path.name for path in self.temporary.iterdir() if not path.name.startswith("torchinductor_")]
         return found
+
+
+def _shared_memory() -> set[str]:
+    return {path.name for path in Path("/dev/shm").glob("*")}
