@@ -19,7 +19,7 @@ from runner.config.overrides import LOCATION_KEYS, override_key, replaced
 from runner.precision import Double
 from runner.resume.changed_options import differences
 from runner.run import build_run, check_used
-from runner.verification.commits import CommitError, trained_at
+from runner.verification.commits import CommitError, copy_of, trained_in
 from runner.verification.golden import COMPARED, changed, changes, judge, train_again
 from runner.verification.steps import first_steps
 from runner.verification.verdict import Outcome, Pair, Verdict, compare
@@ -73,20 +73,22 @@ def verify_against(commit: str, overrides: Sequence[str], steps: int = 20, confi
     """Train the first steps of a config with the code of another commit and with today's, and compare what they log.
 
     Raises:
-        ConfigError: as `trained_at`; if today's code refuses the config, or its mode is asynchronous.
+        ConfigError: as `copy_of` and `trained_in`; if today's code refuses the config, or its mode is asynchronous.
     """
     words = replaced(overrides, f"steps={steps}", "log_every=1")
     config = dict(compose(replaced(words, "resume=never"), config_dir=config_dir))
     run = build_run(config)
     check_used(run, overrides)
-    print(f"training {steps} steps with the code of {commit}", flush=True)
+    again = partial(train_again, run, {}, steps)
     try:
-        with trained_at(commit, words, config_dir) as directory:
+        with copy_of(commit) as copy:
+            print(f"training {steps} steps with today's code", flush=True)
+            now = again()
+            print(f"training the same steps with the code of {commit}", flush=True)
+            directory = trained_in(copy, words, config_dir)
             recorded = load(directory)
-            print("training the same steps with today's code", flush=True)
-            again = partial(train_again, run, {}, steps)
             then = {tag: values for tag, values in recorded.curves().items() if tag.startswith(COMPARED)}
-            outcome = judge(then, again(), steps, lambda number: again(noise=number))
+            outcome = judge(then, now, steps, lambda number: again(noise=number))
             where = (*LOCATION_KEYS, "tracking", "code")  # of the code, its environment has the hashes
             options = [key for key in dict.fromkeys((*recorded.config, *config)) if key not in where]
             return outcome._replace(changes=[*changed(recorded.config, config, options), *changes(directory)])
