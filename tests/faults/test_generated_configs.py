@@ -81,10 +81,8 @@ def assert_built_or_refused(result: Outcome, keys: set[str]) -> None:
     assert all(len(line) <= WIDTH for line in lines), result.err
     if result.code == 2:
         parts = [part for key in keys for part in (*re.split("[.@]", key), key)]
-        named = [
-            *(f"{key}{end}" for key in keys for end in ":="),
-            *(printable(part[:60]) for part in parts if len(part) > 1),
-        ]
+        named = [f"{key}{end}" for key in keys for end in ":="]
+        named += [printable(part[:60]) for part in parts if len(part) > 1]
         assert any(part in result.err for part in named), f"none of {keys}: {result.err}"
 
 
