@@ -181,7 +181,7 @@ RUNS: dict[str, Callable[[Sandbox], object]] = {
     "class: dunder": lambda box: box.tracker("runner.tracking.base.__builtins__"),
     "class: imported there": lambda box: box.tracker("runner.training.json.loads"),
     "class: a function": lambda box: box.tracker("runner.storage.checkpoints.prune"),
-    "class: the command itself": lambda box: box.tracker("runner.commands.start.main"),
+    "class: the command itself": lambda box: box.tracker("runner.commands.train.main"),
     "class: a module here": module_in_the_current_directory,
     "modules in the run directory": module_in_the_run_directory,
     # interpolations and values
