@@ -33,10 +33,13 @@ from runner.storage.saved_run import config_yaml
 from runner.system.secrets import redacted_values
 
 JOB_MODULES = (
-    *("runner.commands.train", "runner.api.composing", "runner.api.run_job", "runner.tracking.event_file"),
     *("torch.utils.flop_counter", "torch.utils.tensorboard.summary", "PIL.ImageDraw", "psutil"),
+    *("runner.tracking.event_file", "runner.api.run_job", "runner.api.composing", "runner.commands.train"),
 )
-"""Modules that the jobs of a sweep need. Their server imports them once, also those that a run imports late."""
+"""Modules that the jobs of a sweep need. Their server imports them once, also those that a run imports late.
+
+The command is the last: it defers the import of torchvision, which each job would then do for itself.
+"""
 
 
 class Config(dict[str, Any]):
