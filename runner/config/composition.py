@@ -143,7 +143,8 @@ class Composer:
                 self._loader.load_configuration(self._root, overrides[:count], mode)
             except Exception as first:
                 key, _, value = override.partition("=")
-                why = f"Hydra cannot use it ({str(first).splitlines()[0]})"
+                said = str(first) or str(first.__cause__) or type(first).__name__
+                why = f"Hydra cannot use it ({said.splitlines()[0]})"
                 return ConfigError(override_key(key), value or ABSENT, why, f"leave {key} out, or choose another value")
         return error
 

@@ -179,11 +179,9 @@ class Search(JobSource):
         trial.set_user_attr("overrides", overrides)
         jobs: dict[int, Job] = {}
         for k in range(self.options.seeds):
-            number, seed = (
-                trial.number * self.options.seeds + k,
-                [] if self._seed is None else [f"seed={self._seed + k}"],
-            )
-            jobs[number] = self._plan(number, [*overrides, *seed])
+            number = trial.number * self.options.seeds + k
+            words = overrides if self._seed is None else [*overrides, f"seed={self._seed + k}"]
+            jobs[number] = self._plan(number, words)
         self._queue += jobs.values()
         events = [EventReader(job.directory, [self.objective.tag]) for job in jobs.values()]
         added = self._trials[trial.number] = Trial(trial, jobs, events, num_reported)

@@ -105,6 +105,12 @@ def test_typed_epochs_go_before_the_steps_of_an_option_file(tmp_path):
     assert composer.job(sweep, 0, ["experiment=short", "epochs=2"]).config["steps"] is None
 
 
+def test_a_value_that_cannot_be_parsed_is_refused_by_its_key():
+    with pytest.raises(ConfigError, match="extraneous") as refusal:
+        Composer().run(["seed=1", "accumulation=${.}"])  # Hydra's error has no message, and its cause has
+    assert (refusal.value.key, refusal.value.got) == ("accumulation", "${.}")
+
+
 @pytest.mark.parametrize("name", ["", "/nowhere", "x" * 5000])
 def test_a_config_dir_that_does_not_exist_is_refused(name):
     with pytest.raises(ConfigError) as refusal:

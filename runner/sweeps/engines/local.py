@@ -54,7 +54,6 @@ class Local(Engine):
         start_server("torch", *modules)
 
     def connect(self, num_jobs: int, path: Path) -> Pool:
-        self.prepare()  # unless the caller has done so
         return LocalPool(self.slots, self.threads, num_jobs)
 
 
@@ -99,7 +98,7 @@ class LocalPool(Pool):
         if self._num_gpus:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
         arguments = (job.arguments, str(job.console), cores, threads, environment, user_code.packed())
-        start_server("torch")  # again, if it has died
+        start_server("torch")  # unless it is running: it may have died
         short = re.sub(r"[\w.]+\.(?=\w+=)", "", job.directory.name) or f"job {job.number}"  # 003-lr=0.1,seed=2
         process = get_context("forkserver").Process(target=_run_command, args=arguments, name=short)
         with without_main_module():
