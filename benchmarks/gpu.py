@@ -9,6 +9,7 @@ device that there is, which may be a CPU.
 import argparse
 import hashlib
 import json
+import math
 import os
 import signal
 import statistics
@@ -128,7 +129,7 @@ def verify(machine: Machine) -> Rows:
         return [cell, VERDICTS.get(done.returncode, "CRASHED"), *([] if done.returncode == 0 else lines[-1:])]
 
     modes, precisions = machine.some(machine.modes()), machine.some(PRECISIONS)
-    with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 4)) as pool:  # nothing is timed here
+    with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2)) as pool:  # nothing is timed here
         return list(pool.map(row, [f"{mode} precision={precision}" for mode in modes for precision in precisions]))
 
 
@@ -140,7 +141,7 @@ def resume(machine: Machine) -> Rows:
         options.append("steps=60" if machine.tiny else "steps=400")
         with tempfile.TemporaryDirectory() as scratch:
             whole, cut = Path(scratch, "whole"), Path(scratch, "cut")
-            _train(options, whole)
+            uncut = pool.submit(_train, options, whole)
             words = [sys.executable, "-m", "runner", *options, f"--run-directory={cut}"]
             process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
             while process.poll() is None and not any(cut.glob("checkpoints/step_*/manifest.json")):
@@ -149,17 +150,17 @@ def resume(machine: Machine) -> Rows:
             os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
             _train([f"resume={cut}"], cut)
+            uncut.result()
             verdict = "the same weights" if _weights(whole) == _weights(cut) else "OTHER WEIGHTS"
             return [more, verdict if was_killed else f"{verdict}, but it ended before it was killed"]
 
-    with ThreadPoolExecutor(3) as pool:  # nothing is timed here
+    with ThreadPoolExecutor(6) as pool:  # nothing is timed here
         return list(pool.map(row, machine.some(("parallel=ddp precision=bf16", "precision=16", "precision=32"))))
 
 
 def memory(machine: Machine) -> Rows:
     """A batch that does not fit into the memory, with `accumulation=auto`."""
-    least = 3 * total_bytes(machine.device) / BYTES_PER_IMAGE if not machine.tiny else 16
-    batch = 2 ** (int(least) - 1).bit_length()
+    batch = 16 if machine.tiny else 1024 * math.ceil(3 * total_bytes(machine.device) / BYTES_PER_IMAGE / 1024)
     larger = [f"batch_size={batch}", f"data.num_samples={batch}", "accumulation=auto", "steps=1", "keep=0"]
     found = _train([*machine.resnet(), *larger])
     peak = ["peak, GiB", found["peak_memory_bytes"] / 2**30]
@@ -191,18 +192,17 @@ def users_command(machine: Machine) -> Rows:
 
 def small(machine: Machine) -> Rows:
     """A small network and the agent, whose steps are short: on the CPU and on the device, there also compiled."""
-    rows, here = [], f"device={machine.kind}"
-    for how in machine.some(("device=cpu", f"{here} compile=step", here)):
-        options = [option for option in machine.small() if not option.startswith("device=")]
-        found = _train([*options, *how.split(), machine.steps(2000), "keep=0"])
-        rows.append([f"small network, {how}, steps/s", found["samples_per_second"] / 64])
-        for count in machine.some((10, 50)):
-            steps = 1500 if machine.tiny else 20_000
-            agent = ["workload=dqn", *how.split(), f"env.num_envs={count}", f"workload.env_steps={steps}"]
-            began = time.perf_counter()
-            found = _train([*agent, "workload.eval_episodes=2", "eval_every=0", "keep=0"])
-            seconds = found.get("seconds") or time.perf_counter() - began
-            rows.append([f"agent, {count} environments, {how}, environment steps/s", steps / seconds])
+    how = "device=[cpu,{0},{0}],compile=[false,false,step]" if not machine.tiny else "device=[{0}],compile=[false]"
+    each = [f"how=zip({how.format(machine.kind)})", "eval_every=0", "keep=0"]
+    network = [option for option in machine.small() if not option.startswith(("device=", "eval_every="))]
+    steps, counts = (1500, "50") if machine.tiny else (10_000, "10,50")
+    agent = ["workload=dqn", f"env.num_envs={counts}", f"workload.env_steps={steps}", "workload.eval_episodes=2"]
+    rows = []
+    for job, found in _sweep([*network, machine.steps(2000), *each]).items():
+        rows.append([f"small network, {job}, steps/s", found["samples_per_second"] / 64])
+    for job, found in _sweep([*agent, "batch_size=128", *each]).items():
+        rows.append([f"agent, {job}, updates/s", found["samples_per_second"] / 128])
+        rows.append([f"agent, {job}, environment steps/s, start included", steps / found["seconds"]])
     return rows
 
 
@@ -229,10 +229,18 @@ def images(machine: Machine) -> Rows:
 
 def modes(machine: Machine) -> Rows:
     """ResNet50 in the parallel modes, without those that need several devices: images per second of all together."""
-    options = [*machine.resnet(), machine.steps(20), "keep=0"]
-    modes = ["parallel=single", "parallel=ddp", "parallel=fsdp"] if machine.count == 1 else machine.modes()
-    rates = {mode: _train([*options, *mode.split()])["samples_per_second"] for mode in machine.some(modes)}
-    return [[mode, rate, rate / next(iter(rates.values()))] for mode, rate in rates.items()]
+    names = [mode.removeprefix("parallel=") for mode in machine.modes() if " " not in mode]
+    names = machine.some(names if machine.count > 1 else ["single", "ddp", "fsdp"])
+    sweeps = [
+        [f"parallel={','.join(names)}"],
+        *([["parallel=pipeline", "parallel.engine=streams"]] if machine.count > 1 else []),
+    ]
+    found = {
+        job: each["samples_per_second"]
+        for more in sweeps
+        for job, each in _sweep([*machine.resnet(), machine.steps(20), "keep=0", *more]).items()
+    }
+    return [[job, rate, rate / next(iter(found.values()))] for job, rate in found.items()]
 
 
 def split_size(machine: Machine) -> Rows:
@@ -314,6 +322,18 @@ def _train(options: Sequence[str], directory: Path | None = None) -> dict[str, A
             text = (done.stdout + done.stderr)[-800:]
             raise RuntimeError(f"{' '.join(options)}: exit code {done.returncode}: {text}")
         return result(directory or Path(scratch, "run"))
+
+
+def _sweep(options: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Train each combination, one after another, in processes that share their imports; returns results by values."""
+    with tempfile.TemporaryDirectory() as scratch:
+        done = runner("-m", *options, "sweep.slots=1", f"output_root={scratch}")
+        if done.returncode:
+            raise RuntimeError(
+                f"{' '.join(options)}: exit code {done.returncode}: {(done.stdout + done.stderr)[-800:]}"
+            )
+        jobs = sorted(path.parent for path in Path(scratch).rglob("result.json"))
+        return {job.name.partition("-")[2]: result(job) for job in jobs}
 
 
 def _weights(directory: Path) -> str:

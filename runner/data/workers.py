@@ -132,12 +132,12 @@ def start_worker_server() -> None:
 
 
 def default_count() -> int:
-    """Return the default number of workers per rank, at most eight: its share of the CPU cores minus one.
+    """Return the default number of workers per rank, at most 16: its share of the CPU cores minus one.
 
     Without an accelerator, about a quarter of the share: a network on a CPU takes much longer than decoding its inputs.
     """
     cores = cores_per_process()
-    return min(8, cores - 1 if torch.accelerator.is_available() else (cores + 2) // 4, cores - 1)
+    return min(16, cores - 1 if torch.accelerator.is_available() else (cores + 2) // 4, cores - 1)
 
 
 _functions: Sequence[Callable[[Any], Any]] = ()

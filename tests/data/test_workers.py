@@ -151,7 +151,7 @@ def test_only_waiting_counts_towards_the_timeout():
 
 @pytest.mark.parametrize(
     ("cores", "processes", "count", "beside_a_gpu"),
-    [(1, 1, 0, 0), (2, 1, 1, 1), (6, 1, 2, 5), (64, 1, 8, 8), (16, 4, 1, 3)],
+    [(1, 1, 0, 0), (2, 1, 1, 1), (6, 1, 2, 5), (64, 1, 16, 16), (16, 4, 1, 3)],
 )
 def test_the_default_leaves_a_core_to_each_training_process(monkeypatch, cores, processes, count, beside_a_gpu):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)), raising=False)
