@@ -24,10 +24,10 @@ test-all: .venv/ready
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check 'nox>=2025.10'
 	@$(BIN)/nox --session tests $(ARGS)
 
-test-integrations: .venv/ready
+test-integrations: .venv/integrations/ready
 	@echo "the tests of Ray, MLflow, W&B, Trackio, ONNX, timm, Box2D, Atari and MinAtar, with these packages installed"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check 'nox>=2025.10'
-	@$(BIN)/nox --session integrations
+	@RUNNER_INTEGRATIONS=1 .venv/integrations/bin/python -m pytest $(or $(ARGS),tests/integrations \
+		tests/tracking/test_trackers.py tests/sweeps/engines/test_ray.py tests/commands/test_convert.py)
 
 faults: .venv/ready
 	@echo "faults: all of them, an hour or so on two cores; make test tries a selection"
@@ -47,6 +47,18 @@ bench: .venv/bench
 .venv/bench: .venv/ready
 	@echo "adding the peers that the benchmarks compare with"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,bench]'
+	@touch $@
+
+# It sees the packages of .venv, so that torch and CUDA, 5 GB, are not installed twice, and has older ones of its own.
+.venv/integrations/ready: .venv/ready
+	@echo "adding the packages of the integrations (1 GB)"
+	@$(BIN)/python -m venv --clear .venv/integrations
+	@for python in $(BIN) .venv/integrations/bin; do \
+		$$python/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; done | \
+		{ read -r shared && read -r own && echo "$$shared" > "$$own/shared.pth"; }
+	@.venv/integrations/bin/python -m pip install --quiet --disable-pip-version-check --prefer-binary onnxruntime \
+		$$(grep -E '^(torch|torchvision|numpy)==' constraints.txt) \
+		-e '.[test,ray,mlflow,wandb,trackio,export,timm,box2d,render,atari,minatar,images]'
 	@touch $@
 
 clean:

@@ -1,4 +1,4 @@
-"""`make test-all` and `make test-integrations`: the tests on every supported version, and those of the extras.
+"""`make test-all`: the tests on every supported version.
 
 `nox -s "tests-3.12(lowest)" -- tests/config` runs a selection; `nox -l` lists the environments, of 5 GB each.
 """
@@ -36,18 +36,3 @@ def tests(session: nox.Session, versions: str) -> None:
     session.install("--prefer-binary", "-c", str(constraints), "-e", ".[test]")
     selected = session.posargs or ["--numprocesses=4", "--dist=loadfile", "--no-loadscope-reorder"]
     session.run("pytest", *selected, env={"RUNNER_CONSTRAINTS": str(constraints)})
-
-
-@nox.session
-def integrations(session: nox.Session) -> None:
-    """Run the tests of Ray, the trackers, ONNX, timm and games for real. A package that is missing fails them."""
-    pinned = re.findall(r"^(?:torch|torchvision|numpy)==.+$", Path("constraints.txt").read_text(), re.MULTILINE)
-    extras = "test,ray,mlflow,wandb,trackio,export,timm,box2d,render,atari,minatar,images"
-    session.install("--prefer-binary", "-e", f".[{extras}]", "onnxruntime", *pinned)
-    tests = [
-        "integrations",
-        "tracking/test_trackers.py",
-        "sweeps/engines/test_ray.py",
-        "commands/test_convert.py",
-    ]
-    session.run("pytest", *(f"tests/{each}" for each in tests), env={"RUNNER_INTEGRATIONS": "1"})
