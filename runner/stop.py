@@ -35,7 +35,7 @@ class Stop:
             named = self.metric is not None or getattr(self, key) is None
             check(named, key, getattr(self, key), why, "for example stop.metric=eval/loss")
         used = self.metric is None or self.patience is not None or self.target is not None
-        check(used, "metric", self.metric, "no rule uses it", "stop.patience=5, or stop.target=VALUE")
+        check(used, "metric", self.metric, "no rule uses it", "stop.patience=5, stop.target=VALUE, or stop.metric=null")
         why, remedy = "it says what counts as an improvement, and stop.patience is null", "stop.patience=5"
         check(self.min_delta == 0 or self.patience is not None, "min_delta", self.min_delta, why, remedy)
 

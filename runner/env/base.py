@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import entry_points
@@ -65,10 +66,10 @@ class Env:
     def prepare(self) -> None:
         """Create an environment to find out its properties, and set them as attributes.
 
-        They are `shape` (of an observation), `pixels` (see `Vector.pixels`), `num_actions`, `longest` (steps of an
-        episode; None without a limit), `frames_per_second`, and `shared_rng` (whether environments that are stepped
-        together share a random number generator). Raises `ConfigError` if it cannot be created, or has spaces that are
-        not supported.
+        They are `shape` (of an observation), `pixels` (see `Vector.pixels`), `largest` (finite bound of a value),
+        `num_actions`, `longest` (steps of an episode; None without a limit), `frames_per_second`, and `shared_rng`
+        (whether environments that are stepped together share a random number generator). Raises `ConfigError` if it
+        cannot be created, reset or stepped, or has spaces that are not supported.
         """
         import gymnasium
 
@@ -95,17 +96,28 @@ class Env:
         self.longest = self.max_episode_steps or spec.max_episode_steps
         with self.vector(1, in_process=True) as vector:
             self.shape, self.shared_rng, self.pixels = vector.shape, vector.shared_rng, vector.pixels
+            self.largest = vector.largest()
+            self._try_out(vector)
         why = "only images are skipped, of two by their maximum, and its observations are vectors"
         check(self.pixels is not None or self.frame_skip == 1, "frame_skip", self.frame_skip, why, "env.frame_skip=1")
         if self.vectorization == "async":
             why = f"each runs in a process, and at most {_MAX_PROCESSES} are allowed"
             few = self.num_envs <= _MAX_PROCESSES
             check(few, "num_envs", self.num_envs, why, "reduce it, or env.vectorization=sync")
-            with self.vector(self.num_envs) as vector:  # start all processes once, so that failures end the run early
-                try:
-                    vector.reset(0)
-                except EnvironmentBrokenError as error:
-                    raise ConfigError("id", self.id, str(error), "choose another environment") from None
+            with self.vector(self.num_envs) as vector:
+                self._try_out(vector)
+
+    def _try_out(self, vector: Vector) -> None:
+        """Take the first step, so that failures, as of environments of the older gym, end the run early."""
+        import numpy as np
+
+        try:
+            vector.reset(0)
+            vector.step(np.zeros(vector.num_envs, np.int64))
+        except EnvironmentBrokenError as error:
+            remedy = "reset(seed=…, options=…) returns (observation, info), and step(action) (observation, reward, "
+            remedy += "terminated, truncated, info), where the reward is a number"
+            raise ConfigError("id", self.id, str(error), remedy) from None
 
     def vector(self, num_envs: int, in_process: bool = False, render_mode: str | None = None) -> Vector:
         """Create environments that are stepped together: a context manager that closes them.
@@ -168,7 +180,10 @@ class Env:
                 importlib.import_module(module)
         except Exception as error:  # third-party modules may raise anything
             why = f"the module {module} cannot be imported: {type(error).__name__}: {error}"
-            raise ConfigError("id", self.id, why, "install what is missing, or correct the name") from None
+            remedy, top = "install what is missing, or correct the name", module.partition(".")[0]
+            if getattr(error, "name", None) == top and (os.path.isdir(top) or os.path.isfile(f"{top}.py")):
+                remedy = "modules in the current directory are found after: export PYTHONPATH=."
+            raise ConfigError("id", self.id, why, remedy) from None
         namespace = name.rpartition("/")[0]
         try:
             if namespace not in {each.namespace for each in gymnasium.registry.values()}:

@@ -123,7 +123,8 @@ def num_actions(name: str, env: gymnasium.Env) -> int:
 
 
 def _needs_flattening(space: gymnasium.Space) -> bool:
-    return not isinstance(space, gymnasium.spaces.Box)  # discrete values become one-hot vectors, tuples are joined
+    # Discrete values become one-hot vectors, tuples are joined, and a number is a vector of one.
+    return not isinstance(space, gymnasium.spaces.Box) or space.shape == ()
 
 
 def make(
@@ -246,12 +247,16 @@ class Vector:
 
     def bounds(self) -> tuple[np.ndarray, np.ndarray] | None:
         """Return the lower and upper bounds of an observation, float64 arrays of its shape; None if one is infinite."""
-        space = self.envs.single_observation_space
-        if not isinstance(space, gymnasium.spaces.Box):
-            return None
+        space: Any = self.envs.single_observation_space
         low, high = space.low.astype(np.float64), space.high.astype(np.float64)
         bounded = (np.abs(low) < _UNBOUNDED) & (np.abs(high) < _UNBOUNDED) & (low < high)
         return (low, high) if bounded.all() else None
+
+    def largest(self) -> float:
+        """Return the largest absolute value of a finite bound of an observation; 0 if all are infinite."""
+        space: Any = self.envs.single_observation_space
+        limits = np.abs(np.array([space.low, space.high], np.float64))
+        return float(limits[limits < _UNBOUNDED].max(initial=0))
 
     def render(self) -> np.ndarray:
         """Return a rendered image of the first environment: uint8 [height, width, 3]; tiny games are enlarged."""

@@ -176,12 +176,59 @@ def test_a_broken_environment_is_reported(wrong, monkeypatch):
     assert str(caught.value) == f"Broken-v0{' raised ZeroDivisionError: no gravity' if wrong == 'raises' else what}"
 
 
+class OfOldGym(Broken):
+    def reset(self) -> np.ndarray:
+        return np.zeros(2)
+
+
+class PaysAnArray(Broken):
+    def step(self, action: int) -> tuple:
+        return np.zeros(2), np.ones(1), False, False, {}
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning")  # gymnasium logs what happened as warnings
-def test_an_environment_whose_process_cannot_reset_it_is_refused(monkeypatch):
+@pytest.mark.parametrize("vectorization", ["auto", "async"])
+@pytest.mark.cases(
+    (FailsOnReset, "raised OSError: no license"),
+    (OfOldGym, "raised TypeError: OfOldGym.reset() got an unexpected keyword argument 'seed'"),
+    (PaysAnArray, "raised ValueError: setting an array element with a sequence"),
+)
+def test_an_environment_that_fails_in_its_first_step_is_refused(environment, why, vectorization, monkeypatch):
     with pytest.raises(ConfigError) as refusal:
-        prepared(registered(monkeypatch, FailsOnReset), num_envs=2, vectorization="async")
-    assert (refusal.value.key, refusal.value.got) == ("id", "FailsOnReset-v0")
-    assert "raised OSError: no license" in refusal.value.why
+        prepared(registered(monkeypatch, environment), num_envs=2, vectorization=vectorization)
+    assert (refusal.value.key, refusal.value.got) == ("id", f"{environment.__name__}-v0")
+    assert why in refusal.value.why
+
+
+class SeesANumber(Broken):
+    observation_space = gymnasium.spaces.Box(0, 9, (), np.float32)
+
+    def reset(self, **_: Any) -> tuple:
+        self.now = 0
+        return np.float32(7), {}
+
+    def step(self, action: int) -> tuple:
+        return np.float32(8), 1.0, False, False, {}
+
+
+def test_an_observation_that_is_a_number_is_a_vector_of_one(monkeypatch):
+    env = prepared(registered(monkeypatch, SeesANumber))
+    with env.vector(2) as vector:
+        vector.reset(0)
+        assert (env.shape, vector.observations.tolist()) == ((1,), [[7], [7]])
+        assert vector.step(np.zeros(2, np.int64)).observations.tolist() == [[8], [8]]
+
+
+def test_a_module_in_the_current_directory_is_found_as_the_message_says(monkeypatch, tmp_path):
+    lines = "import gymnasium", f"gymnasium.register('Own-v0', '{__name__}:Broken', disable_env_checker=True)"
+    (tmp_path / "own_game.py").write_text("\n".join(lines))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError) as refusal:
+        prepared("own_game:Own-v0")
+    assert refusal.value.remedy.endswith("export PYTHONPATH=.")
+    monkeypatch.syspath_prepend(".")
+    monkeypatch.delitem(gymnasium.registry, "Own-v0", raising=False)
+    assert prepared("own_game:Own-v0").shape == (2,)
 
 
 def test_a_module_that_cannot_be_imported_is_named():

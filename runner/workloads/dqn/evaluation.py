@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 Infer = Callable[[torch.Tensor], torch.Tensor]
 
-_MAX_STEPS = 10_000  # per episode, if the environment has no limit
+MAX_STEPS = 10_000  # per episode, if the environment has no limit
 
 
 def play(
@@ -43,7 +43,7 @@ def play(
         vector.reset(derive(0, "evaluation") if env.shared_rng else seeds)
         returns, lengths, running = np.zeros(num_episodes), np.zeros(num_episodes), np.ones(num_episodes, bool)
         randoms = [np.random.default_rng(derive(0, "exploration", i)) for i in episodes]
-        for _ in range(env.longest or _MAX_STEPS):
+        for _ in range(env.longest or MAX_STEPS):
             actions = policy(vector.observations)
             if epsilon:
                 draws = np.array([random.random(2) for random in randoms])
@@ -87,7 +87,7 @@ def play_one(
     policy, total, length = greedy_policy(infer, device), 0.0, 0
     with env.vector(1, in_process=True, render_mode=render_mode) as vector:
         vector.reset(seed)
-        for length in range(1, (env.longest or _MAX_STEPS) + 1):
+        for length in range(1, (env.longest or MAX_STEPS) + 1):
             before_step(vector, length - 1)
             steps = vector.step(policy(vector.observations))
             total += float(steps.rewards[0])

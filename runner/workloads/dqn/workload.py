@@ -32,6 +32,7 @@ from runner.workloads.dqn.replay import NStepBuffer, Replay, Transitions, check_
 log = logging.getLogger(__name__)
 
 _MAX_FLAT = 4096  # values of an image that a multi-layer perceptron may take
+_MAX_UNSCALED = 100  # of observations that are no images; larger ones are often images that were flattened
 
 
 @dataclass
@@ -133,8 +134,11 @@ class DQN(Workload):
 
     def describe(self) -> dict[str, str]:
         env, shape = self.env, "×".join(map(str, self.env.shape)) + ", flattened" * (len(self.env.shape) == 2)
+        if env.pixels is None and env.largest > _MAX_UNSCALED and not self.normalize:
+            shape += f" with values up to {env.largest:g} (workload.normalize=true scales them)"
+        limit = "" if env.longest else f", no limit of steps ({evaluation.MAX_STEPS:,} in evaluations)"
         return {
-            "env": f"{env.num_envs} × {env.id}, observations of {shape}, {env.num_actions} actions",
+            "env": f"{env.num_envs} × {env.id}, observations of {shape}, {env.num_actions} actions{limit}",
             "replay": f"{self.replay_size:,} transitions, {self.replay_ratio:g} updates per environment step",
         }
 

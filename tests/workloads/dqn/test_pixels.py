@@ -187,6 +187,12 @@ class Large(gymnasium.Env):
         high = 1 if dtype == "bool" else 255
         self.observation_space = gymnasium.spaces.Box(0, high, tuple(shape), np.dtype(dtype).type)
 
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[np.ndarray, dict]:
+        return np.zeros(self.observation_space.shape, self.observation_space.dtype), {}
+
+    def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict]:
+        return self.reset()[0], 0.0, False, False, {}
+
 
 @pytest.mark.cases(
     (["env.options={shape: [84, 84, 3], dtype: float32}"], "env.id"),
@@ -218,6 +224,17 @@ def test_arrays_of_two_axes_are_images_if_they_are_of_bytes(dtype, shape, monkey
     assert run.workload.input_shape() == shape
     assert ("flattened" in run.workload.describe()["env"]) == (dtype == "float32")
     assert next(run.workload.build_model().parameters()).shape[1] == 100
+
+
+@pytest.mark.parametrize(("normalize", "said"), [("false", True), ("true", False)])
+def test_bytes_that_are_no_images_are_seen_unscaled_only_if_it_is_said(normalize, said, monkeypatch):
+    monkeypatch.setitem(gymnasium.registry, "Large-v0", EnvSpec("Large-v0", Large, disable_env_checker=True))
+    options = ["env.options={shape: [9]}", f"workload.normalize={normalize}"]
+    run = build_composed_run("workload=dqn", "env.id=Large-v0", *options)
+    prepare_session(run)
+    line = run.workload.describe()["env"]
+    assert ("values up to 255 (workload.normalize=true" in line) == said
+    assert "no limit of steps (10,000 in evaluations)" in line
 
 
 def test_images_that_are_too_small_for_a_network_are_refused_with_another():
