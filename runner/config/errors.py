@@ -6,6 +6,7 @@ import difflib
 import enum
 import math
 import os
+import re
 import sysconfig
 import textwrap
 import traceback
@@ -42,9 +43,10 @@ class ConfigError(Exception):
 
 def wrapped(message: str) -> str:
     """Return `message` wrapped at `WIDTH` characters and cut to ten lines, without control characters or secrets."""
-    # Paths are not cut.
+    # A path is not broken; a word that no line can hold, such as a value in a message of Hydra, is shortened.
     wrapper = textwrap.TextWrapper(WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
-    lines = [part for line in printable(redacted(message)).splitlines() for part in wrapper.wrap(line) or [line]]
+    text = re.sub(rf"[^\s/]{{{WIDTH - 1},}}", lambda word: _shortened(word[0]), printable(redacted(message)))
+    lines = [part for line in text.splitlines() for part in wrapper.wrap(line) or [line]]
     return "\n".join(lines[:10])
 
 

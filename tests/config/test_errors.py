@@ -47,6 +47,15 @@ def test_control_characters_are_escaped_and_long_keys_and_values_shortened():
     assert "x…: why" in shown
 
 
+def test_a_message_has_lines_of_limited_length_with_whole_paths():
+    path = "/".join(["", *["directory"] * 50])
+    lines = errors.wrapped(f"key: Hydra cannot use it (1 is not {'x' * 5000}, see {path})\n  leave it out").splitlines()
+    assert [line for line in lines if len(line) > errors.WIDTH] == [f"  {path})"]
+    assert f"{'x' * 79}…" in lines[0]
+    assert lines[-1] == "  leave it out"
+    assert errors.wrapped("a " * 150 + "x" * 199).endswith(f"\n  {'x' * 79}…")
+
+
 @pytest.mark.parametrize("value", [1.001, 2, 3, None, 1, 3.001, math.nan, math.inf, -math.inf, 10**400, -(10**400)])
 def test_a_range_includes_some_ends_and_null(value):
     fits = value is None or value in (1.001, 2, 3)

@@ -30,7 +30,9 @@ def child_environment(**variables: str) -> dict[str, str]:
     drop = ("CI", "NO_COLOR", "FORCE_COLOR", "COLUMNS", "HYDRA_FULL_ERROR")
     kept = {name: value for name, value in os.environ.items() if name not in drop}
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-    own = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error::ResourceWarning"}
+    # A stop signal may interrupt Python between opening a module's file and the `with` that closes it.
+    warn = "error::ResourceWarning,ignore::ResourceWarning:importlib._bootstrap_external"
+    own = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": warn}
     return kept | own | variables
 
 

@@ -236,8 +236,7 @@ def has_stop_handlers(pid: int) -> bool:
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGHUP, 75), (signal.SIGINT, 130)])
 def test_a_signal_during_the_imports_ends_the_command(number, code, tmp_path):
-    warn = cli.child_environment(PYTHONWARNINGS="default")  # a file that is being read may remain unclosed
-    process = cli.start_in_new_interpreter(*TINY_CPU, cwd=tmp_path, env=warn)
+    process = cli.start_in_new_interpreter(*TINY_CPU, cwd=tmp_path)
     cli.wait_until(lambda: has_stop_handlers(process.pid))
     process.send_signal(number)
     out, err = process.communicate()
