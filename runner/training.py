@@ -11,6 +11,7 @@ import json
 import logging
 import math
 import shutil
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -305,14 +306,18 @@ def save_diverged_batch(session: Session, directory: Path, step: int) -> None:
     except OSError as error:
         log.error("the batch of step %d cannot be saved: %s", step, error)
     else:
-        log.error("the batch of step %d is in %s", step, path)
+        wrong = [name for name, part in batch.items() if isinstance(part, torch.Tensor) and not part.isfinite().all()]
+        why = f"; its {' and '.join(wrong)} have values that are NaN or infinite" * bool(wrong)
+        log.error("the batch of step %d is in %s%s", step, path, why)
 
 
 @contextmanager
 def torch_refusals(run: Run) -> Iterator[None]:
     """Raise a config error in place of an error in the context by which torch says that it cannot train the config."""
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", "Using a target size .* different")  # targets that would be broadcast
+            yield
     except Exception as error:
         if run.deterministic and (why := torch_errors.nondeterministic_operation(error)):
             remedy = "set deterministic=false, or choose another model"

@@ -119,7 +119,8 @@ EXTENSIONS = (
     ".tiff", ".webp",
 )  # fmt: skip
 """The extensions of the formats in `runner.data.decode.FORMATS`, except `.pfm`, whose pixels are no integers."""
-HELD_OUT = ("val", "valid", "validation", "test")
+SPLITS = ("train", "val", "valid", "validation", "test")
+HELD_OUT = SPLITS[1:]
 
 Files = dict[str, list[str]]
 """The paths of the images of each class; classes and paths are sorted."""
@@ -133,21 +134,24 @@ def training_and_held_out(root: Path, holdout: float) -> dict[str, Files]:
     fraction `holdout` is held out. Raises `ConfigError` with the key `root` for anything else.
     """
     present = _split_folders(root)
-    if present and (present[0] != "train" or len(present) == 1):
-        why = f"it contains {', '.join(present)}/, but not both train/ and one of {', '.join(HELD_OUT)}"
-        remedy = f"add the missing one, or {text_override('data.root', root / present[0])} to split its images"
+    splits, names = [*present], [*present.values()]
+    if present and (splits[0] != "train" or len(present) == 1):
+        why = f"it contains {', '.join(names)}/, but not both train/ and one of {', '.join(HELD_OUT)} with class directories"
+        remedy = f"add the missing one, or {text_override('data.root', root / names[0])} to split its images"
         raise _refusal(root, why, remedy)
-    folder, least = (root / "train", 1) if present else (root, 2)
+    folder, least = (root / names[0], 1) if present else (root, 2)
     train = _classes(folder, root)
     small = [name for name in _folders(folder) if len(train.get(name, [])) < least]
     if small or len(train) < 2:
         why = f"it has images of {len(train)} classes" + f", and too few of {_first_five(small)}" * bool(small)
-        raise _refusal(folder, why, f"two classes are needed, each with {least} images or more; remove other folders")
+        inner = [f", or {text_override('data.root', folder / name)}" for name in train if _folders(folder / name)]
+        remedy = f"two classes are needed, each with {least} images or more; remove other folders"
+        raise _refusal(folder, why, remedy + "".join(inner) * (len(train) == 1))
     if not present:
         return _split(train, root, holdout)
-    name = present[1]
-    rest = "; test/ is left for evaluate --split test" * ("test" in present[2:])
-    log.info("%s: training on train/, evaluating on %s/%s", root, name, rest)
+    name = names[1]
+    rest = f"; {names[-1]}/ is left for evaluate --split test" * ("test" in splits[2:])
+    log.info("%s: training on %s/, evaluating on %s/%s", root, names[0], name, rest)
     held_out = _classes(root / name, root)
     if new := [label for label in held_out if label not in train]:
         why = f"{name}/ has classes that train/ lacks: {_first_five(new)}"
@@ -161,7 +165,7 @@ def splits_for_evaluation(root: Path, holdout: float) -> dict[str, Files]:
     In contrast to `training_and_held_out`, no split must exist, and a class may have a single image or none. The first
     split is `all`, but if the splits are directories, it is `val`.
     """
-    folders = {name: _classes(root / name, root) for name in _split_folders(root)}
+    folders = {split: _classes(root / name, root) for split, name in _split_folders(root).items()}
     if not folders:
         classes = _classes(root, root)
         return {"all": classes} | _split(classes, root, holdout)
@@ -190,9 +194,11 @@ def _relative(path: str, root: Path) -> str:
     return path[len(str(root / "x")) - 1 :]
 
 
-def _split_folders(root: Path) -> list[str]:
-    folders = _folders(root)
-    return [name for name in ("train", *HELD_OUT) if name in folders and _folders(root / name)]
+def _split_folders(root: Path) -> dict[str, str]:
+    """Return the name of the directory of each split that there is, in the order of `SPLITS`; `Training` is `train`."""
+    folders = sorted(_folders(root), key=lambda name: name in SPLITS)
+    names = {name.lower().removesuffix("ing"): name for name in folders}
+    return {split: names[split] for split in SPLITS if split in names and _folders(root / names[split])}
 
 
 def _split(classes: Files, root: Path, holdout: float) -> dict[str, Files]:

@@ -64,7 +64,7 @@ class Tabular(Data):
         check_range(self, "num_samples", least=2, most=10_000_000)
         if len(self.delimiter) != 1 or self.delimiter in '"\r\n':
             raise ConfigError("delimiter", self.delimiter, "it must be one character", see_comments(self))
-        suffix = Path(self.file or "").suffix
+        suffix = Path(self.file or "").suffix.lower()
         if self.file is not None and suffix not in (".csv", ".npz", ".pt"):
             raise ConfigError("file", self.file, "the file name must end in .csv, .npz, .pt", see_comments(self))
         for key in ("inputs", "targets"):
@@ -110,7 +110,7 @@ class Tabular(Data):
             why = f"there is no such file in {path.parent.absolute()}"
             remedy = "data.file=PATH, or data.file=null for samples of a known function"
             raise ConfigError("file", self.file, why, remedy)
-        if path.suffix != ".csv":
+        if path.suffix.lower() != ".csv":
             return read_arrays(path)
         inputs, targets = saved.get("columns", self.inputs), saved.get("targets", self.targets)
         check_same_names({"columns": sorted(inputs)}, {"columns": sorted(self.inputs or inputs)}, "inputs")
@@ -205,7 +205,9 @@ def read_csv(path: Path, inputs: Sequence[str], targets: Sequence[str], delimite
         options = {"dtype": str, "na_filter": False, "skipinitialspace": True, "skip_blank_lines": False}
         content = io.BytesIO(read_regular(path.resolve(), _MAX_BYTES))
         frame = pandas.read_csv(content, header=None, sep=delimiter, encoding="utf-8-sig", **options)
-    except (OSError, ValueError, pandas.errors.ParserError) as error:  # ValueError: no text, or no columns
+    except UnicodeDecodeError as error:
+        raise refuse(f"it is no text in UTF-8 ({error.reason})", "save it in this encoding: CSV UTF-8") from None
+    except (OSError, ValueError, pandas.errors.ParserError) as error:  # ValueError: no columns
         why = " ".join(str(error).split()).removeprefix("Error tokenizing data. C error: ")
         raise refuse(f"it is not a CSV file: {why}") from None
     frame.columns = names = [name.strip() for name in frame.iloc[0]]
@@ -255,7 +257,7 @@ def read_arrays(path: Path) -> Table:
     too large, or if not all values are real numbers that are finite in float32.
     """
     try:
-        content = _npz(path) if path.suffix == ".npz" else load_tensors(path.resolve())
+        content = _npz(path) if path.suffix.lower() == ".npz" else load_tensors(path.resolve())
         inputs, targets = content["inputs"], content["targets"]
         targets = targets[:, None] if targets.dim() == 1 else targets
         fits = inputs.dim() >= 2 and targets.dim() == 2 and len(inputs) == len(targets)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import random
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -14,12 +16,14 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset
 
 from runner.batching import MicroBatch, SampleOrder
 from runner.config import user_code
-from runner.config.errors import ABSENT, check, check_range, described
+from runner.config.errors import ABSENT, ConfigError, check, check_range, described
 from runner.data.base import Batch, Data, DataError, Samples, shard_bounds
 from runner.data.image_files import to_device
 from runner.data.memory import ArraySamples
 from runner.data.workers import Workers, shared
 from runner.seeds import derive, sample_seeds, seeded
+
+log = logging.getLogger(__name__)
 
 _HASHED = 16
 """The number of samples of a map-style data set that its fingerprint covers."""
@@ -62,6 +66,20 @@ class UserData(Data):
                 train, held_out = (DatasetSamples(fetches, number, workers, content) for number in range(2))
         why = f"a training input has the shape {list(train.shape)}, a held-out one {list(held_out.shape)}"
         check(train.shape == held_out.shape, "", ABSENT, why, "let both data sets have inputs of one shape")
+        first, second = ([*(getattr(each, "class_names", None) or ())] for each in (train, held_out))
+        why = (
+            f"the training samples have the classes {first}, the held-out ones {second}: targets mean different classes"
+        )
+        remedy = (
+            "let both have the same classes, as ImageFolder(…, allow_empty=True) with an empty directory for a class"
+        )
+        check(not first or second == first[: len(second)], "", ABSENT, why, remedy)
+        for kind, samples in (("training", train), ("held-out", held_out)):
+            parts = {"inputs": samples.inputs, "targets": samples.targets} if isinstance(samples, ArraySamples) else {}
+            for name, values in parts.items():
+                if wrong := int((~values.isfinite()).view(len(values), -1).any(1).sum()):
+                    text = "data: %d of %d %s %s have values that are NaN or infinite"
+                    log.warning(text, wrong, len(values), kind, name)
         return train, held_out
 
 
@@ -84,8 +102,7 @@ def _dataset(given: Any) -> Any:
     if isinstance(given, Subset) and isinstance(given.dataset, TensorDataset):
         given = tuple(tensor[list(given.indices)] for tensor in given.dataset.tensors)
     if isinstance(given, tuple) and len(given) == 2 and _are_arrays(given):
-        plain = (each if isinstance(each, torch.Tensor | np.ndarray) else np.array(each) for each in given)
-        inputs, targets = map(torch.as_tensor, plain)
+        inputs, targets = map(_tensor, given)
         why = f"there are {len(inputs)} inputs and {len(targets)} targets"
         check(0 < len(inputs) == len(targets), "", name, why, "pass one target for each input")
         return TensorDataset(_single(inputs), targets)
@@ -99,9 +116,29 @@ def _dataset(given: Any) -> Any:
     return given
 
 
+def _tensor(given: Any) -> torch.Tensor:
+    """Return a tensor of what is given: a tensor, an array or a table, whose columns may have several types."""
+    if isinstance(given, torch.Tensor):
+        return given.detach()
+    array = given if isinstance(given, np.ndarray) else np.array(given)
+    if array.dtype.kind not in "biufc":
+        is_number = (array.dtype == object and isinstance(each, Real | np.bool_) for each in array.flat)
+        where = next(
+            (index for index, found in zip(np.ndindex(array.shape), is_number, strict=True) if not found), None
+        )
+        if where is not None:
+            columns = getattr(given, "columns", range(where[-1] + 1))
+            place = f"row {where[0]}" + "".join(f", column {columns[index]}" for index in where[1:2])
+            why, remedy = f"{place} is {array[where]!r}, no number", "encode text, dates and categories as numbers"
+            raise ConfigError("", type(given).__name__, why, f"{remedy}, and replace what is missing")
+        array = np.array(array.tolist())
+    wide = array.dtype.kind == "u" and array.dtype.itemsize > 1  # types for which torch has few operations
+    return torch.as_tensor(np.ascontiguousarray(array, np.int64 if wide else array.dtype.newbyteorder("=")))
+
+
 def _single(inputs: torch.Tensor) -> torch.Tensor:
-    """Return inputs in float32 if they are float64, as arrays of NumPy often are: precision=64 converts them back."""
-    return inputs.float() if inputs.dtype == torch.float64 else inputs
+    """Return inputs in float32 if they are in another precision, as float64 of NumPy: precision=64 converts back."""
+    return inputs.float() if inputs.is_floating_point() else inputs
 
 
 def _split(given: Any, holdout: float) -> list[Any]:
@@ -137,9 +174,11 @@ class Fetch:
     def __call__(self, job: Job) -> tuple[torch.Tensor, torch.Tensor]:
         with seeded(0):
             samples = [self._sample(index, seed) for index, seed in zip(job.indices, job.seeds, strict=True)]
-        name, is_pair = type(self.dataset).__name__, isinstance(samples[0], tuple | list) and len(samples[0]) == 2
-        why = f"a sample is {type(samples[0]).__name__}, not (input, target)"
-        check(is_pair, "data", name, why, "return a pair of tensors, arrays or numbers from __getitem__")
+        name = type(self.dataset).__name__
+        for index, sample in zip(job.indices, samples, strict=True):
+            is_pair = isinstance(sample, tuple | list) and len(sample) == 2
+            why = f"sample {index} is {type(sample).__name__}, not (input, target)"
+            check(is_pair, "data", name, why, "return a pair of tensors, arrays or numbers from __getitem__")
         try:
             inputs, targets = default_collate(samples)
         except (RuntimeError, TypeError) as error:

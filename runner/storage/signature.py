@@ -19,6 +19,8 @@ from runner.storage.value_checks import COUNT, UnexpectedContentError, check_kno
 
 _SIZE = range(1, 4097)
 """The allowed sizes of a dimension. Without a limit, predictions with a forged file could use up the memory."""
+OUTPUTS = range(1, 10**6 + 1)
+"""The allowed numbers of classes of data without names of classes."""
 _MAX_DIMS = 8
 """The largest number of dimensions of an input."""
 _MAX_NAMES = 20
@@ -29,6 +31,7 @@ _FORMS: dict[str, Any] = {
     "inputs": [_SIZE],
     "classes": [str],
     "targets": [str],
+    "outputs": OUTPUTS,
     "columns": [str],
     "scale": {str: _MOMENTS},
     "image": {"shape": [int], **_MOMENTS, "center": float},
@@ -68,7 +71,7 @@ def _check(signature: Any) -> None:
     check_known(entries, _FORMS, (), "it")
     inputs: list[int] = entries.get("inputs", [])
     classes, targets, image, scale = (entries.get(key) for key in ("classes", "targets", "image", "scale"))
-    fits = entries.keys() <= {"data"} or ("inputs" in entries and bool(classes) != bool(targets))
+    fits = entries.keys() <= {"data", "outputs"} or ("inputs" in entries and bool(classes) != bool(targets))
     fits = fits and len(inputs) <= _MAX_DIMS
     fits = fits and (not targets or (scale is not None and {"targets"} <= scale.keys() <= {"targets", "inputs"}))
     fits = fits and ("columns" not in entries or [len(entries["columns"])] == inputs)

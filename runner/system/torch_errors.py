@@ -39,6 +39,17 @@ def refusal(error: BaseException) -> tuple[str, Any, str, str] | None:
     if isinstance(error, IndexError) and (target := re.fullmatch(r"Target (-?\d+) is out of bounds\.", str(error))):
         remedy = "number the classes from 0, and let the network have an output for each; -100 is ignored"
         return "data", int(target[1]), "the network has no output for this class", remedy
+    if shapes := re.search(
+        r"(?i)target size \(torch\.Size\((.+?)\)\) .*input size \(torch\.Size\((.+?)\)\)", str(error)
+    ):
+        got, remedy = f"outputs {shapes[2]}, targets {shapes[1]}", "for example outputs.squeeze(1), or targets[:, None]"
+        return "loss", got, "this loss compares tensors of one shape", f"change the network or the targets: {remedy}"
+    integer = r"\b(Byte|Char|Short|Int|Long|Bool|unsigned char|signed char|short|int|long|bool)"
+    if found := re.search(rf"(?:mat1 and mat2 must have the same dtype|Input type).*?{integer}", str(error)):
+        remedy = "convert inputs that are no indices: inputs.float(), of images divided by 255"
+        return "data", found[1], "a layer with floating-point weights cannot be called with integers", remedy
+    if "result type Float can't be cast" in str(error) or re.search(rf"Found dtype {integer} but expected", str(error)):
+        return "data", "integer targets", "this loss is one of floating-point numbers", "pass targets.float()"
     if isinstance(error, TypeError) and (call := re.fullmatch(r"(.+\.forward\(\)) missing .* argument.*", str(error))):
         remedy = "let the data have one tensor as input, and forward divide it: x[:, :5], x[:, 5:]"
         return "model", call[1], "a network is called with a single input", remedy

@@ -148,7 +148,7 @@ class Workload(ABC):
 
         `inputs` is the shape of an input. For classification, `classes` are the names of the outputs, and `image` the
         fields of an `ImageInput` or None. For regression, `targets` and `columns` are the names of outputs and inputs,
-        and `scale` is that of `RegressionSamples.standardization`.
+        and `scale` is that of `RegressionSamples.standardization`. Classes without names have their number, `outputs`.
         """
         return {}
 

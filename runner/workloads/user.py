@@ -21,6 +21,7 @@ from runner.data.memory import ArraySamples
 from runner.data.user import DatasetSamples
 from runner.device import sum_dtype
 from runner.model.user import UserModel
+from runner.storage.signature import OUTPUTS
 from runner.tracking.metrics import BatchSums, MetricSums, batch_sums
 from runner.workloads.evaluation_metrics import EvaluationMetrics
 from runner.workloads.supervised import DataWorkload, comparable
@@ -64,7 +65,11 @@ class UserWorkload(DataWorkload[Samples]):
         if not self._of_classes:
             self._num_outputs = _first(train).targets[0].numel()
         elif not classes and isinstance(train, ArraySamples):  # here, as plans build networks without numbers
-            self._num_outputs = 1 + int(train.targets.max())
+            both = (samples.targets for samples in (train, held_out) if isinstance(samples, ArraySamples))
+            seen = torch.cat([targets.unique() for targets in both]).unique()
+            self._num_outputs = 1 + int(seen.max())
+            if absent := self._num_outputs - int((seen >= 0).sum()):
+                log.warning("data: %d of the %d classes from 0 on have no samples", absent, self._num_outputs)
         else:
             self._num_outputs = len(classes)
 
@@ -84,6 +89,17 @@ class UserWorkload(DataWorkload[Samples]):
         why, remedy = "the number of outputs is not known", "pass tensors, or a data set with a list `classes`"
         check(self._num_outputs > 0 or isinstance(self.model, UserModel), "data", ABSENT, why, remedy)
         return self._num_outputs
+
+    def signature(self) -> dict[str, Any]:
+        return {"outputs": self._num_outputs} if self._of_classes and self._num_outputs in OUTPUTS else {}
+
+    def continue_with(self, saved: Mapping[str, Any]) -> None:
+        super().continue_with(saved)
+        self._num_outputs = saved.get("outputs", self._num_outputs)
+
+    def session_with_data(self, saved: Mapping[str, Any], split: str | None, is_other: bool) -> None:
+        super().session_with_data(saved, split, is_other)
+        self._num_outputs = saved.get("outputs", self._num_outputs)  # these samples may lack the last class
 
     def describe(self) -> dict[str, str]:
         name = user_code.given().names().get("loss", "that of the file")

@@ -73,6 +73,11 @@ def batches(data: Any) -> list[Batch]:
     return [*itertools.islice(stream, 7), *held_out.in_order(8, (0, 1), torch.device("cpu"))]
 
 
+def batches_in_order(*sets: Any) -> list[Batch]:
+    with using(passed(data=sets)):
+        return [next(samples.in_order(99, (0, 1), torch.device("cpu"))) for samples in UserData().load()]
+
+
 def test_forms_and_types_of_data_do_not_change_the_result():
     wanted, arrays = batches(TENSORS), tuple(tuple(tensor.numpy() for tensor in each.tensors) for each in TENSORS)
     pairs = tuple(list(zip(*each.tensors, strict=True)) for each in TENSORS)
@@ -86,6 +91,35 @@ def test_forms_and_types_of_data_do_not_change_the_result():
     assert largest_difference(trained(data=small, loss=nn.CrossEntropyLoss())[1], trained()[1]) < 1e-6
     two, as_ints = (tuple((x, (y > 0).astype(kind)) for x, y in arrays) for kind in (bool, np.int64))
     assert largest_difference(trained(data=two)[1], trained(data=as_ints)[1]) == 0
+
+
+def test_arrays_and_tables_of_other_types_become_numbers(caplog):
+    x, y = (tensor.numpy().copy() for tensor in TENSORS[0].tensors)
+    table = pandas.DataFrame({"whole": y, "yes": y > 0, "share": x[:, 0], "missing": x[:, 1]}).convert_dtypes()
+    wanted = np.stack([y, y > 0, x[:, 0], x[:, 1]], 1).astype(np.float32)
+    forms: list[tuple[Any, Any]] = [(table, wanted), (x[::-1], x[::-1]), (x.astype(">f8"), x)]
+    forms += [(x.astype(np.float16), x.astype(np.float16).astype(np.float32)), (torch.tensor(x).requires_grad_(), x)]
+    for given, inputs in forms:
+        train, held_out = batches_in_order((given, y.astype(np.uint16)), (given, y))
+        for batch in (train, held_out):
+            assert (batch.inputs.dtype, batch.targets.dtype) == (torch.float32, torch.int64)
+            assert batch.inputs.numpy().tolist() == inputs.tolist()
+            assert batch.targets.tolist() == y.tolist()
+    assert not caplog.messages
+    x[[3, 7], 1] = np.nan
+    batches_in_order((x, y), (x[:3], y[:3]))
+    assert caplog.messages == ["data: 2 of 60 training inputs have values that are NaN or infinite"]
+
+
+def test_classes_that_only_some_samples_have_have_outputs_in_every_session(caplog):
+    x, y = TENSORS[0].tensors
+    for first, second in ((4, 1), (1, 4)):  # the highest class of the training samples, and of the held-out ones
+        data = (x, y.where(y < 1, first)), (x[:21], y[:21].where(y[:21] < 1, second))
+        result = runner.train([*SHORT, "model=qnet", "workload=_user"], data=data)
+        assert "data: 2 of the 5 classes from 0 on have no samples" in caplog.messages
+        saved = runner.load(result.directory, data=data)
+        assert saved.evaluate("last") == result.evaluation
+        assert saved.model("last")(x).shape == (60, 5)
 
 
 def test_ignored_targets_count_neither_in_gradients_nor_in_the_accuracy():
@@ -158,6 +192,19 @@ class TwoInputs(Net):
         return super().forward(x) + y
 
 
+def one_output() -> nn.Module:
+    return Net(1)
+
+
+class WithClasses(Rows):
+    def __init__(self, classes: str):
+        super().__init__(60)
+        self.classes = [*classes]
+
+
+FLOATS = (torch.ones(60, 5), torch.ones(60))
+
+
 def shifted(by: int) -> Any:
     """Class indices that do not begin with 0, in the training samples."""
     x, y = tensors(60)
@@ -176,6 +223,13 @@ def shifted(by: int) -> Any:
     ({"data": [([1.0, 2.0, 3.0], "cat")] * 40}, "data", "numbers"),
     ({"data": shifted(1)}, "data", "no output"),
     ({"data": shifted(-1), "loss": nn.CrossEntropyLoss()}, "data", "no output"),
+    ({"data": (WithClasses("ab"), WithClasses("ba"))}, "data", "['a', 'b']"),
+    ({"data": (Rows(60), [*[(torch.zeros(5), 1)] * 20, None])}, "data", "sample 20 is NoneType"),
+    ({"data": (pandas.DataFrame({"a": [1, 2], "b": [3, "?"]}), np.zeros(2))}, "data", "row 1, column b is '?'"),
+    ({"data": (np.zeros((9, 5)), pandas.Series(["cat"] * 9))}, "data", "row 0 is 'cat'"),
+    ({"data": (torch.ones(60, 5).long(), torch.zeros(60).long())}, "data", "inputs.float()"),
+    ({"data": FLOATS, "model": one_output, "loss": nn.MSELoss()}, "loss", "outputs [12, 1], targets [12]"),
+    ({"data": FLOATS, "model": one_output, "loss": nn.BCEWithLogitsLoss()}, "loss", "outputs [12, 1], targets [12]"),
     ({"loss": lambda outputs, targets: outputs}, "loss", "scalar"),
     ({"loss": 3}, "loss", "function"),
     ({"metrics": [right]}, "metrics", "dict"),

@@ -229,3 +229,20 @@ def test_an_unusable_directory_is_refused_by_key(tmp_path, case):
     for word in words:
         assert word in refused.value.why
     assert str(tmp_path / root) in str(refused.value.got)
+
+
+@pytest.mark.parametrize(("training", "held_out"), [("Training", "Testing"), ("TRAIN", "Val")])
+def test_names_of_splits_may_be_written_in_other_ways(tmp_path, training, held_out):
+    paint(tmp_path / training, COLORS, 3)
+    paint(tmp_path / held_out, COLORS, 2)
+    train, val = component(tmp_path).load()
+    assert (train.class_names, len(train), len(val)) == (["blue", "green", "red"], 9, 6)
+    splits = component(tmp_path).splits({})
+    assert [len(splits[name]()) for name in ("train", "all")] == [9, 15]
+
+
+def test_a_directory_around_the_class_directories_is_named(tmp_path):
+    paint(tmp_path / "photos", COLORS, 2)
+    with pytest.raises(ConfigError) as refused:
+        component(tmp_path).load()
+    assert f"data.root={tmp_path / 'photos'}" in refused.value.remedy

@@ -163,6 +163,12 @@ def test_an_invalid_csv_file_is_refused_by_line_and_column(text, why, tmp_path):
     assert why in refused.why
 
 
+@pytest.mark.parametrize("encoding", ["latin-1", "utf-16"])
+def test_the_encoding_of_a_file_is_refused_by_what_to_do(tmp_path, encoding):
+    (tmp_path / "A.CSV").write_bytes("größe,y\n1,2\n3,4\n".encode(encoding))
+    assert "UTF-8" in refusal(file=str(tmp_path / "A.CSV")).remedy
+
+
 def test_a_cell_is_a_number_if_it_is_one_to_every_reader_of_csv_files(tmp_path):
     cells = ["7", "+7", "007", " 7 ", "7.", "70e-1", ".7E1", '"7"', "7\t"]
     file = written(tmp_path / "a.csv", "x,y\n" + "".join(f"{cell},1\n" for cell in cells))
