@@ -306,7 +306,7 @@ def save_diverged_batch(session: Session, directory: Path, step: int) -> None:
     except OSError as error:
         log.error("the batch of step %d cannot be saved: %s", step, error)
     else:
-        wrong = [name for name, part in batch.items() if isinstance(part, torch.Tensor) and not part.isfinite().all()]
+        wrong = [name for name, part in batch.items() if torch.is_tensor(part) and not part.isfinite().all()]
         why = f"; its {' and '.join(wrong)} have values that are NaN or infinite" * bool(wrong)
         log.error("the batch of step %d is in %s%s", step, path, why)
 

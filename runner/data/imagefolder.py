@@ -136,7 +136,7 @@ def training_and_held_out(root: Path, holdout: float) -> dict[str, Files]:
     present = _split_folders(root)
     splits, names = [*present], [*present.values()]
     if present and (splits[0] != "train" or len(present) == 1):
-        why = f"it contains {', '.join(names)}/, but not both train/ and one of {', '.join(HELD_OUT)} with class directories"
+        why = f"it contains {', '.join(names)}/, but not both train/ and one of {', '.join(HELD_OUT)} with classes"
         remedy = f"add the missing one, or {text_override('data.root', root / names[0])} to split its images"
         raise _refusal(root, why, remedy)
     folder, least = (root / names[0], 1) if present else (root, 2)

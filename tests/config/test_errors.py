@@ -53,7 +53,7 @@ def test_a_message_has_lines_of_limited_length_with_whole_paths():
     assert [line for line in lines if len(line) > errors.WIDTH] == [f"  {path})"]
     assert f"{'x' * 79}…" in lines[0]
     assert lines[-1] == "  leave it out"
-    assert errors.wrapped("a " * 150 + "x" * 199).endswith(f"\n  {'x' * 79}…")
+    assert errors.wrapped("a " * 150 + "x" * 199).endswith(f" {'x' * 79}…")
 
 
 @pytest.mark.parametrize("value", [1.001, 2, 3, None, 1, 3.001, math.nan, math.inf, -math.inf, 10**400, -(10**400)])
