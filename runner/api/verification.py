@@ -127,6 +127,7 @@ def verify(overrides: Sequence[str], steps: int = 3, *, config_dir: str | None =
         compiled = ", once it is compiled, in each precision" * bool(tested[0].compile)
         print(f"training {steps} steps of this config{compiled}", file=sys.stderr, flush=True)
         ours, called = first_steps(tested), [*filter(user_code.find, user_code.Hooks._fields)]
+        own_loss = user_code.find("loss") is not None
         print("training the same steps on a single device", file=sys.stderr, flush=True)
         without_hooks = replace(given, objects={**given.objects, **dict.fromkeys(user_code.Hooks._fields)})
         with user_code.using(without_hooks):
@@ -134,7 +135,11 @@ def verify(overrides: Sequence[str], steps: int = 3, *, config_dir: str | None =
     pairs = [Pair(*each) for each in zip(ours, theirs, strict=True)]
     configured, exact = (None, pairs[0]) if isinstance(precision, Double) else (*pairs, None)[:2]
     outcome = compare(configured, exact, precision)
-    if called and outcome.verdict is Verdict.DIFFERENT:
-        reason = f"{outcome.reason}\nOnly the config calls {', '.join(called)}: does it change weights or gradients?"
-        return outcome._replace(reason=reason.lstrip())
+    hints = [f"Only the config calls {', '.join(called)}: does it change weights or gradients?"] * bool(called)
+    hints += [
+        "The loss is your own: where batches are divided, it must be the mean over the samples it is given; if it\n"
+        "divides by another number, as of tokens or of valid targets, the parts of a batch have other weights."
+    ] * own_loss
+    if hints and outcome.verdict is Verdict.DIFFERENT:
+        return outcome._replace(reason="\n".join([outcome.reason, *hints]).lstrip())
     return outcome

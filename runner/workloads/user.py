@@ -77,9 +77,9 @@ class UserWorkload(DataWorkload[Samples]):
         given = user_code.find("metrics")
         if given is None:
             given = {"accuracy": _accuracy} if self._loss is _cross_entropy else {}
-        why, remedy = "it is no dict from names to functions of (outputs, targets)", 'metrics={"accuracy": function}'
+        why = "it is no dict from names, loss not among them, to functions of (outputs, targets)"
         usable = isinstance(given, Mapping) and "loss" not in given and all(map(callable, given.values()))
-        check(usable, "metrics", given, why, remedy)
+        check(usable, "metrics", given, why, 'metrics={"accuracy": function}')
         why, remedy = "there is no such metric;", did_you_mean(self.best_metric or "", known := ("loss", *given))
         check(self.best_metric in (None, *known), "workload.best_metric", self.best_metric, why, remedy)
         return EvaluationMetrics(given)

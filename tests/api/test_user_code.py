@@ -216,6 +216,15 @@ def test_verify_finds_a_hook_that_changes_weights_or_gradients():
         assert ("dropout" in str(found)) is is_excused, str(found)
 
 
+def test_verify_explains_a_loss_that_is_no_mean_over_the_samples():
+    x, y = TENSORS[0].tensors
+    valid = (x, y.where(torch.arange(len(y)) % 12 < 4, -100))  # of a batch in order, other counts in its two halves
+    for words, verdict in ((CPU, 0), (["accumulation=2", *CPU], 1)):
+        found = runner.verify(words, model=Net, data=(valid, TENSORS[1]), loss=nn.CrossEntropyLoss())
+        assert found.verdict == verdict, str(found)
+        assert ("mean over the samples" in str(found)) is bool(verdict), str(found)
+
+
 def test_a_hook_that_sets_the_learning_rate_changes_nothing_and_is_told_once(capsys, caplog):
     def halve(state: Any, metrics: Any = None) -> None:
         for group in state.optimizer.param_groups:
