@@ -1,4 +1,4 @@
-"""Everything that only a machine with an accelerator can show; about ten minutes on one H200 (the sum of its parts).
+"""Everything that only a machine with an accelerator can show; about eleven minutes on one H200 (the sum of its parts).
 
 `python -m benchmarks.gpu [--only PART,PART] [--again] [--data DIR] [--out DIR]`. Each part writes `PART.json` when it
 ends, and a part that is there already is not repeated, so that a run that was cut off goes on. Afterwards, `report.md`

@@ -49,7 +49,8 @@ def refusal(error: BaseException) -> tuple[str, Any, str, str] | None:
         remedy = "convert inputs that are no indices: inputs.float(), of images divided by 255"
         return "data", found[1], "a layer with floating-point weights cannot be called with integers", remedy
     if "result type Float can't be cast" in str(error) or re.search(rf"Found dtype {integer} but expected", str(error)):
-        return "data", "integer targets", "this loss is one of floating-point numbers", "pass targets.float()"
+        why = "the loss, or an operation of the network, gives floating-point numbers"
+        return "data", "integers", why, "pass targets.float(), or call inputs.float() in the network"
     if isinstance(error, TypeError) and (call := re.fullmatch(r"(.+\.forward\(\)) missing .* argument.*", str(error))):
         remedy = "let the data have one tensor as input, and forward divide it: x[:, :5], x[:, 5:]"
         return "model", call[1], "a network is called with a single input", remedy
