@@ -104,3 +104,6 @@ class Color(gymnasium.Env):
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[np.ndarray, dict]:
         super().reset(seed=seed)
         return np.full((60, 40, 3), 100, np.uint8), {}
+
+    def step(self, action: np.ndarray) -> tuple[np.ndarray, float, bool, bool, dict]:
+        return np.full((60, 40, 3), 100, np.uint8), 0.0, False, False, {}
