@@ -241,8 +241,12 @@ def _check_checkpoint(claim: Claim, run: Run, session: Session) -> None:
 
 
 def _unfinished(run: Run, parent: Path) -> Claim | None:
-    """Claim the newest unfinished run in `parent` with the config of `run`, or log in what the newest differs."""
-    newest = None
+    """Claim the newest unfinished run in `parent` with the config of `run`, or log in what the newest differs.
+
+    Raises:
+        ConfigError: if the only ones with that config are running.
+    """
+    newest, running = None, None
     for path in reversed(run_directory.readable_entries(parent)):
         if path.is_symlink() or run_directory.read_result(path).get("status") == "done":  # a link such as `latest`
             continue
@@ -252,12 +256,17 @@ def _unfinished(run: Run, parent: Path) -> Claim | None:
                 newest = path, "; ".join(map(str, found[:_SHOWN]))
         elif found is not None:
             lock = _locked(path)
-            if lock is not None and run_directory.read_result(path).get("status") == "done":  # finished in the meantime
+            if lock is None:
+                running = path
+            elif run_directory.read_result(path).get("status") == "done":  # finished in the meantime
                 lock.close()
-            elif lock is not None:
+            else:
                 return Claim(path.resolve(), lock)
         elif (path / run_directory.CONFIG).exists():
             log.warning("%s is skipped: its config cannot be read or used", path)
+    if running is not None:
+        why = f"the run of this config, {running}, is running"
+        raise ConfigError("resume", "auto", why, "wait for it, or stop it; resume=never starts another run")
     if newest is not None:
         log.warning("a new run begins; the newest unfinished one, %s, has %s", *newest)
     return None

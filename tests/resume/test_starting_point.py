@@ -92,6 +92,8 @@ def test_auto_resumes_the_newest_unfinished_run_of_the_same_config_that_is_not_i
     assert claim(tmp_path, "resume=auto", "seed=5") not in (first, second, other), "there is none: a new one"
     with locked(second):
         assert claim(tmp_path, "resume=auto") == first
+        with locked(first):
+            assert "is running" in refusal(tmp_path, "resume=auto").why
     write_result(second, "done")
     assert claim(tmp_path, "resume=auto") == first
     write_result(first, "done")
@@ -169,7 +171,9 @@ def test_credentials_are_in_no_file_of_a_run(tmp_path):
 def test_runs_that_start_at_the_same_time_get_different_directories(tmp_path):
     claim(tmp_path)
     with ExitStack() as stack:
-        assert len({stack.enter_context(claiming(tmp_path, "resume=auto")).path for _ in range(3)}) == 3
+        first = stack.enter_context(claiming(tmp_path, "resume=auto")).path
+        assert len({first, *(stack.enter_context(claiming(tmp_path)).path for _ in range(3))}) == 4
+        assert refusal(tmp_path, "resume=auto").remedy.endswith("resume=never starts another run")
 
 
 @pytest.mark.parametrize(
