@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from importlib.util import find_spec
 
 _ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 try:
@@ -18,6 +19,12 @@ except OSError as error:  # it has been deleted
     raise SystemExit(2) from None
 if sys.path and sys.path[0] != _ROOT and os.path.realpath(sys.path[0]) == os.path.realpath(_HERE):
     del sys.path[0]
+
+_PACKAGES = ("torch", "torchvision", "hydra", "omegaconf", "gymnasium", "psutil", "rich", "google_crc32c", "cloudpickle")
+if missing := [name for name in _PACKAGES if find_spec(name) is None]:
+    why = f"{sys.executable} has no {', '.join(missing)}"
+    print(f"{why}\n  install runner with its packages: {sys.executable} -m pip install -e {_ROOT}", file=sys.stderr)
+    raise SystemExit(2)
 
 os.environ.setdefault("PYTHONSAFEPATH", "1")  # for the processes that multiprocessing starts by `python -c`
 

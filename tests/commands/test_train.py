@@ -117,6 +117,15 @@ def test_a_deleted_current_directory_is_refused_without_a_traceback(tmp_path):
     assert len(done.stderr.splitlines()) == 2
 
 
+def test_a_python_without_the_packages_is_told_how_to_install_them():
+    done = subprocess.run([sys.executable, "-S", "-m", "runner"], cwd=cli.ROOT, capture_output=True, text=True)
+    assert done.returncode == 2
+    why, remedy = done.stderr.splitlines()
+    assert why.startswith(f"{sys.executable} has no torch, torchvision, hydra, omegaconf")
+    assert remedy.endswith(f"{sys.executable} -m pip install -e {cli.ROOT}")
+
+
+
 GLOBAL = "# @package _global_\n"
 # An option file in the directory of --config-dir, its content, what chooses it, and texts that the output must contain.
 REFUSED_FILES = [
