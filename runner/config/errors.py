@@ -72,11 +72,7 @@ def check_range(
     most: float = math.inf,
     below: float = math.inf,
 ) -> None:
-    """Check that the attribute `key` of `component` is None or a finite number > above, ≥ least, ≤ most and < below.
-
-    Raises:
-        ConfigError: if the number is not finite or out of bounds.
-    """
+    """Raise a `ConfigError` unless the attribute `key` of `component` is None or a finite number in these bounds."""
     value = getattr(component, key)
     if value is None or (
         (isinstance(value, int) or math.isfinite(value)) and above < value < below and least <= value <= most
@@ -91,11 +87,7 @@ def check_range(
 
 
 def check_choice(component: object, key: str, choices: Iterable[str]) -> None:
-    """Check that the attribute `key` of `component` is one of `choices`.
-
-    Raises:
-        ConfigError: if the attribute has any other value.
-    """
+    """Raise a `ConfigError` unless the attribute `key` of `component` is one of `choices`."""
     value, choices = getattr(component, key), list(choices)
     if value not in choices:
         raise ConfigError(key, value, f"it must be one of {', '.join(choices)}", did_you_mean(value, choices))
