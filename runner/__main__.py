@@ -20,7 +20,7 @@ except OSError as error:  # it has been deleted
 if sys.path and sys.path[0] != _ROOT and os.path.realpath(sys.path[0]) == os.path.realpath(_HERE):
     del sys.path[0]
 
-_PACKAGES = ("torch", "torchvision", "hydra", "omegaconf", "gymnasium", "psutil", "rich", "google_crc32c", "cloudpickle")
+_PACKAGES = ("torch", "torchvision", "hydra", "omegaconf", "gymnasium", "psutil", "rich", "cloudpickle")
 if missing := [name for name in _PACKAGES if find_spec(name) is None]:
     why = f"{sys.executable} has no {', '.join(missing)}"
     print(f"{why}\n  install runner with its packages: {sys.executable} -m pip install -e {_ROOT}", file=sys.stderr)

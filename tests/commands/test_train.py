@@ -125,7 +125,6 @@ def test_a_python_without_the_packages_is_told_how_to_install_them():
     assert remedy.endswith(f"{sys.executable} -m pip install -e {cli.ROOT}")
 
 
-
 GLOBAL = "# @package _global_\n"
 # An option file in the directory of --config-dir, its content, what chooses it, and texts that the output must contain.
 REFUSED_FILES = [

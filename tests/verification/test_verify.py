@@ -258,6 +258,25 @@ def test_limits_do_not_grow_with_rounding(own, exact, precision, verdict):
     assert compare(configured, in_float64, precision).verdict == verdict
 
 
+def test_weights_whose_gradients_are_lost_in_rounding_are_compared_in_float64_alone():
+    """Adam divides by the gradient: a weight whose true gradient is zero moves by the learning rate either way."""
+
+    def of_adam(gradients: list[float], weights: list[float]) -> Steps:
+        named = {"loss": [1.0], "gradients": gradients, "weights": weights, "buffers": [1.0], "evaluation": [1.0]}
+        values = {kind: {"bias": torch.tensor(each, dtype=torch.float64)} for kind, each in named.items()}
+        return Steps([["sample"]], values)
+
+    exact = Pair(of_adam([1, 0], [0.1, 0]), of_adam([1, 0], [0.1, 0]))
+    rounded = of_adam([1, 1e-9], [0.1, -0.1])
+    outcome = compare(Pair(of_adam([1, -1e-9], [0.1, 0.1]), rounded), exact, Precision())
+    assert outcome.verdict == Verdict.SAME
+    assert "without 1 weights whose gradients" in outcome.lines[-1]
+    wrong = Pair(of_adam([1, -1e-9], [0.2, 0.1]), rounded)
+    assert compare(wrong, exact, Precision()).verdict == Verdict.DIFFERENT
+    inexact = Pair(of_adam([1, 0], [0.1, 0.01]), exact.reference)
+    assert compare(Pair(rounded, rounded), inexact, Precision()).verdict == Verdict.DIFFERENT
+
+
 def test_a_plain_difference_counts_also_if_rounding_hides_others_or_the_config_diverges():
     wrong = Pair(steps(1.5), steps(1, weights=2.35))
     assert compare(wrong, Pair(steps(1), steps(1)), Precision()).verdict == Verdict.DIFFERENT
