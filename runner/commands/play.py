@@ -11,6 +11,7 @@ become too long. 130: ended with Ctrl-C.
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -61,7 +62,8 @@ def main(arguments: Sequence[str] | None) -> int:
 
     env, film = workload.env, options.film
     render_mode = "rgb_array" if film else "human"
-    otherwise = f"python -m runner evaluate {typed_path(run.directory)} needs no pictures"
+    words = shlex.join(options.overrides)
+    otherwise = f"without pictures: python -m runner evaluate {typed_path(run.directory)} {words}".rstrip()
     if not film and not env.cannot_be_drawn("rgb_array", ""):
         otherwise = "film it: --film FILE.gif"
     if missing := env.cannot_be_drawn(render_mode, otherwise):
