@@ -12,7 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from models.blocks import block_indices, blocks_of
-from runner.config.errors import ABSENT, ConfigError, check_range, did_you_mean, see_comments
+from runner.config.errors import ABSENT, ConfigError, check, check_range, did_you_mean, see_comments
 from runner.config.name_patterns import matching, names_to_match
 
 MAX_RATE = 1000  # a larger value is a typo: with it, every optimizer here diverges within a few steps
@@ -105,10 +105,9 @@ class Optimizer(ABC):
         parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         pattern_of = self._patterns(model, parameters)
         blocks, block_of = [name for name, _ in blocks_of(model)], block_indices(model)
-        if self.layer_decay < 1 and not blocks:
-            why = f"{type(model).__name__} has no blocks() from which the depth of a parameter could be told"
-            remedy = "'optimizer.groups={PATTERN: {lr: 0.01}}'"
-            raise ConfigError("optimizer.layer_decay", self.layer_decay, why, remedy)
+        why = f"{type(model).__name__} has no blocks() from which the depth of a parameter could be told"
+        remedy = "'optimizer.groups={PATTERN: {lr: 0.01}}'"
+        check(bool(blocks) or self.layer_decay == 1, "optimizer.layer_decay", self.layer_decay, why, remedy)
         groups: dict[tuple[str, float, float], list[str]] = {("", self.lr, self.weight_decay): []}
         for name, parameter in parameters.items():
             pattern = pattern_of.get(name, "")
@@ -129,9 +128,8 @@ class Optimizer(ABC):
         for pattern in self.groups or ():
             matched = matching("optimizer.groups", pattern, trained, "trained parameter")
             new = [name for name in matched if name not in found]
-            if not new:
-                why = "all parameters that it matches belong to the patterns before it"
-                raise ConfigError("optimizer.groups", pattern, why, "write it before them")
+            why = "all parameters that it matches belong to the patterns before it"
+            check(bool(new), "optimizer.groups", pattern, why, "write it before them")
             found |= dict.fromkeys(new, pattern)
         return found
 
@@ -169,9 +167,8 @@ class SGD(Optimizer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.nesterov and self.momentum == 0:
-            why = "Nesterov momentum requires optimizer.momentum > 0"
-            raise ConfigError("nesterov", True, why, "set optimizer.momentum=0.9")
+        why = "Nesterov momentum requires optimizer.momentum > 0"
+        check(self.momentum > 0 or not self.nesterov, "nesterov", True, why, "set optimizer.momentum=0.9")
 
     def build_from_groups(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         parameters = [parameter for group in groups for parameter in group["params"]]

@@ -230,9 +230,8 @@ def check_used(run: Run, overrides: Iterable[str]) -> None:
     groups = (*CONFIG_GROUPS, *WORKLOAD_INPUTS, "workload")
     for text in overrides:
         key, _, value = text.lstrip("+~").partition("=")
-        if key in groups and value.startswith("["):
-            why = "only the last of several options of a group would be used"
-            raise ConfigError(key, value, why, "choose one of them")
+        why = "only the last of several options of a group would be used"
+        check(key not in groups or not value.startswith("["), key, value, why, "choose one of them")
         group = key.partition(".")[0]
         if group in WORKLOAD_INPUTS and group not in used:
             why = f"workload={chosen_option('workload', run.workload)} does not use {group}"
@@ -244,15 +243,13 @@ def check_same_config(config: dict[str, Any], collectives: Collectives) -> None:
     ours, *others = collectives.all_gather(flatten(config))
     for rank, other in enumerate(others, start=1):
         for key in ours | other:
-            if ours.get(key) != other.get(key):
-                why = f"rank 0 was started with {ours.get(key)!r}, rank {rank} with {other.get(key)!r}"
-                raise ConfigError(key, ABSENT, why, "start all processes with the same command")
+            why = f"rank 0 was started with {ours.get(key)!r}, rank {rank} with {other.get(key)!r}"
+            check(ours.get(key) == other.get(key), key, ABSENT, why, "start all processes with the same command")
 
 
 def _node(config: Mapping[str, Any], group: str) -> Mapping[str, Any]:
-    node = config.get(group)
-    if not isinstance(node, Mapping):
-        raise ConfigError(group, node, "nothing is chosen", f"choose one of the options in conf/{group}/")
+    node: Any = config.get(group)
+    check(isinstance(node, Mapping), group, node, "nothing is chosen", f"choose one of the options in conf/{group}/")
     return node
 
 

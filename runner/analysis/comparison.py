@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from runner.analysis.output import one_line
 from runner.analysis.saved_runs import REPEATS, MeasuredRun, find_runs, find_sweeps, is_locked, swept_keys
 from runner.analysis.significance import Contrast, contrast, corrected
-from runner.config.errors import ConfigError, did_you_mean
+from runner.config.errors import ConfigError, check, did_you_mean
 from runner.config.overrides import as_typed, override_key
 from runner.config.schema import load_class
 from runner.storage.ledger_file import read_ledger
@@ -131,9 +131,8 @@ class Comparison:
         done = [run for run in runs if run.state == "done" and run.labels]
         failed = [self._failure(run) for run in runs if run.state != "done" or not run.labels]
         failed += [job for path, ledger in self.ledgers.items() for job in self._jobs_without_run(path, ledger)]
-        if not runs and not failed:
-            remedy = "name a run directory, a sweep, or a directory with some below it"
-            raise ConfigError("PATH", " ".join(map(str, paths)), "it contains no run", remedy)
+        remedy = "name a run directory, a sweep, or a directory with some below it"
+        check(bool(runs or failed), "PATH", " ".join(map(str, paths)), "it contains no run", remedy)
         self.failures = sorted(failed, key=lambda failure: failure.run)
         self.metric, *others = _matching_metrics(done, metric)
         more = "".join(f"; for {tag}, type --metric {tag}" for tag in others)

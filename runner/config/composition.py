@@ -288,9 +288,8 @@ class OptionFiles(ConfigSource):
             if key not in HYDRA_KEYS and not is_study:
                 keys.append(f"hydra.{key}")
         for key in keys:
-            if re.match(r"hydra\b", key):
-                why = f"{os.path.relpath(path)} sets this key of Hydra, which only composes the config here"
-                raise ConfigError(key, ABSENT, why, f"only {', '.join(HYDRA_KEYS)} have an effect")
+            why = f"{os.path.relpath(path)} sets this key of Hydra, which only composes the config here"
+            check(not re.match(r"hydra\b", key), key, ABSENT, why, f"only {', '.join(HYDRA_KEYS)} have an effect")
         return ConfigResult(self.provider, self.full_path(), content, header)
 
     def available(self) -> bool:

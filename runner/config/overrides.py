@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Iterable
 from pathlib import Path
 
-from runner.config.errors import ABSENT, ConfigError
+from runner.config.errors import ABSENT, ConfigError, check
 from runner.config.options import groups_in_defaults, option_files, root_keys
 from runner.config.other_names import type_instead
 
@@ -63,9 +63,8 @@ def resumed(overrides: Iterable[str]) -> Path | None:
     if source in (None, "auto", "never"):
         return None
     path = Path(checked_path("resume", source))
-    if not source or not path.is_dir():
-        remedy = "choose auto, never, or a run directory (or a checkpoint in one)"
-        raise ConfigError("resume", source, "there is no such directory", remedy)
+    remedy = "choose auto, never, or a run directory (or a checkpoint in one)"
+    check(bool(source) and path.is_dir(), "resume", source, "there is no such directory", remedy)
     return path
 
 
@@ -140,9 +139,8 @@ def checked_path(key: str, value: str) -> str:
     Raises `ConfigError` if the user after the `~` does not exist, or the path or one of its parts is too long.
     """
     path = os.path.expanduser(value)
-    if path.startswith("~"):
-        why = f"there is no user {value[1:].partition('/')[0]}"
-        raise ConfigError(key, value, why, f"for a file of this name: {key}=./{value}")
+    why = f"there is no user {value[1:].partition('/')[0]}"
+    check(not path.startswith("~"), key, value, why, f"for a file of this name: {key}=./{value}")
     if len(os.fsencode(path)) >= 4096 or any(len(os.fsencode(part)) > 255 for part in path.split("/")):
         raise ConfigError(key, value, "a path has at most 4096 bytes, and each name in it at most 255", "shorten it")
     return path

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from runner.config.errors import ConfigError, check_range, did_you_mean, see_comments
+from runner.config.errors import ConfigError, check, check_range, did_you_mean, see_comments
 from runner.data.base import Data, RegressionSamples, Samples
 from runner.data.memory import ArraySamples
 from runner.seeds import derive
@@ -79,9 +79,8 @@ class Tabular(Data):
     def splits(self, saved: Mapping[str, Any]) -> dict[str, Callable[[], Samples]]:
         table = friedman(self.num_samples) if self.file is None else self._read(Path(self.file).expanduser(), saved)
         shape, trained = list(table.inputs.shape[1:]), list(saved.get("inputs", table.inputs.shape[1:]))
-        if shape != trained:
-            why = f"an input has the shape {shape}, and the model was trained on {trained}"
-            raise ConfigError("file", self.file, why, "use data with the same inputs")
+        why = f"an input has the shape {shape}, and the model was trained on {trained}"
+        check(shape == trained, "file", self.file, why, "use data with the same inputs")
         check_same_names(saved, {"targets": table.target_names}, "file")
 
         count = len(table.inputs)
@@ -106,10 +105,9 @@ class Tabular(Data):
     def _read(self, path: Path, saved: Mapping[str, Any]) -> Table:
         """Return the table in a file, with the columns in `saved`, the signature of a checkpoint, in their order."""
         check_readable("file", path)
-        if not path.is_file():
-            why = f"there is no such file in {path.parent.absolute()}"
-            remedy = "data.file=PATH, or data.file=null for samples of a known function"
-            raise ConfigError("file", self.file, why, remedy)
+        why = f"there is no such file in {path.parent.absolute()}"
+        remedy = "data.file=PATH, or data.file=null for samples of a known function"
+        check(path.is_file(), "file", self.file, why, remedy)
         if path.suffix.lower() != ".csv":
             return read_arrays(path)
         inputs, targets = saved.get("columns", self.inputs), saved.get("targets", self.targets)

@@ -32,9 +32,8 @@ class Model(ABC):
     """Number of dimensions of one input: 3 for images; None if the network flattens inputs of any shape."""
 
     def __post_init__(self) -> None:
-        if self.unfreeze and not self.freeze:
-            why = "nothing is frozen that it could be an exception from"
-            raise ConfigError("unfreeze", list(self.unfreeze), why, "\"model.freeze=['*']\"")
+        why = "nothing is frozen that it could be an exception from"
+        check(bool(self.freeze) or not self.unfreeze, "unfreeze", list(self.unfreeze), why, "\"model.freeze=['*']\"")
         if self.reset_head and self.weights is None:
             raise ConfigError("reset_head", True, "there are no weights to load", "model.weights=FILE loads some")
         why = "no weights are named"
@@ -85,8 +84,7 @@ def freeze(model: torch.nn.Module, patterns: Iterable[str], exceptions: Iterable
     frozen = {name: names[name] for pattern in patterns for name in matching("freeze", pattern, names)}
     trained = {name for pattern in exceptions for name in matching("unfreeze", pattern, frozen, "frozen parameter")}
     left = names.keys() - (frozen.keys() - trained)
-    if not left:
-        raise ConfigError("freeze", list(patterns), "nothing is left to train", "for example model.unfreeze=[head]")
+    check(bool(left), "freeze", list(patterns), "nothing is left to train", "for example model.unfreeze=[head]")
     for name in frozen.keys() - trained:
         model.get_parameter(name).requires_grad_(False)
     for module in model.modules():

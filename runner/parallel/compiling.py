@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from models.blocks import blocks_of
-from runner.config.errors import ConfigError
+from runner.config.errors import check
 
 T = TypeVar("T")
 
@@ -42,9 +42,8 @@ def compile_in_place(module: torch.nn.Module, how: bool | str, blocks: Sequence[
     """
     if how == "blocks":
         found = modules_of_blocks(module) if blocks is None else blocks
-        if not found:
-            why = f"{type(module).__name__}: it has no blocks() that could be compiled one by one"
-            raise ConfigError("compile", how, why, "compile=true")
+        why = f"{type(module).__name__}: it has no blocks() that could be compiled one by one"
+        check(bool(found), "compile", how, why, "compile=true")
         from torch.compiler import config
 
         # Blocks of the same class share one function, which is compiled again for each new set of shapes.
@@ -59,8 +58,7 @@ def compile_in_place(module: torch.nn.Module, how: bool | str, blocks: Sequence[
 
 def refuse_step(how: bool | str, why: str) -> None:
     """Raise a `ConfigError` if `how` is `step`, which a parallel mode cannot compile because `why`."""
-    if how == "step":
-        raise ConfigError("compile", "step", why, "compile=true, or parallel=single, ensemble or hogwild")
+    check(how != "step", "compile", "step", why, "compile=true, or parallel=single, ensemble or hogwild")
 
 
 def compile_whole(function: Callable[..., T], device: torch.device) -> Callable[..., T]:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 from runner.batching import MicroBatch, Plan
-from runner.config.errors import ConfigError, check_choice, check_range
+from runner.config.errors import check, check_choice, check_range
 from runner.parallel.batch_norm import convert_sync_batch_norm
 from runner.parallel.compiling import refuse_step
 from runner.parallel.multiprocess import MultiProcess
@@ -49,10 +49,9 @@ class DDP(MultiProcess):
 
     def divide(self, session: Session) -> Plan:
         refuse_step(session.compile, "the all-reduce of the gradients would be inside the compiled step")
-        if self.static_graph and session.plan.accumulation > 1:
-            why = "a static graph allows no micro-batch without an all-reduce, and only a step's last one has one"
-            remedy = "choose accumulation=1, or leave parallel.static_graph=false"
-            raise ConfigError("parallel.static_graph", True, why, remedy)
+        why = "a static graph allows no micro-batch without an all-reduce, and only a step's last one has one"
+        remedy = "choose accumulation=1, or leave parallel.static_graph=false"
+        check(session.plan.accumulation == 1 or not self.static_graph, "parallel.static_graph", True, why, remedy)
         return session.plan.sharded(session.rank, session.world_size)
 
     def _place(self, model: torch.nn.Module, session: Session) -> torch.nn.Module:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 from runner.batching import MicroBatch, Plan
-from runner.config.errors import ConfigError
+from runner.config.errors import check
 from runner.device import Device
 from runner.parallel.base import Parallel
 from runner.parallel.launch.processes import Launcher
@@ -33,9 +33,8 @@ class DP(Parallel):
         return Launcher(self._devices(choice))
 
     def divide(self, session: Session) -> Plan:
-        if session.compile and len(session.devices) > 1:
-            why = "replicas would call the compiled network itself, whose weights are on the first GPU"
-            raise ConfigError("compile", session.compile, why, "parallel=ddp")
+        why = "replicas would call the compiled network itself, whose weights are on the first GPU"
+        check(len(session.devices) == 1 or not session.compile, "compile", session.compile, why, "parallel=ddp")
         return session.plan
 
     def _place(self, model: torch.nn.Module, session: Session) -> torch.nn.Module:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 from runner.batching import Plan
-from runner.config.errors import ConfigError
+from runner.config.errors import check
 from runner.device import sum_dtype
 from runner.parallel import full_state
 from runner.parallel.collectives import ProcessGroup
@@ -83,10 +83,9 @@ class Ensemble(MultiProcess):
     def load_local_state(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         saved, members = state.get("members", 1), self._session.world_size
         check_like(saved, COUNT, "members")
-        if saved != members:
-            why = f"the checkpoint holds {saved} member{'s' * (saved > 1)}"
-            remedy = f"parallel.processes={saved}, or start anew"
-            raise ConfigError("parallel.processes", members, why, remedy)
+        why = f"the checkpoint holds {saved} member{'s' * (saved > 1)}"
+        remedy = f"parallel.processes={saved}, or start anew"
+        check(saved == members, "parallel.processes", members, why, remedy)
         if self._session.rank > 0:
             check_like(state, {"members": int, "tensors": dict, "moments": dict}, "member")
             self.load_full_state(model, optimizer, state["tensors"], state["moments"])

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from runner.batching import MicroBatch, Plan
-from runner.config.errors import ConfigError, errors_under
+from runner.config.errors import check, errors_under
 from runner.device import Device
 from runner.parallel import full_state
 from runner.parallel.collectives import ProcessGroup
@@ -83,9 +83,8 @@ class Hogwild(MultiProcess):
     collectives_class: ClassVar[type[ProcessGroup]] = SharedMemoryCollectives
 
     def launcher(self, choice: Device) -> Launcher:
-        if choice.kind not in ("auto", "cpu"):
-            why = "hogwild's processes share host memory"
-            raise ConfigError("device.kind", choice.kind, why, "choose device=cpu, or parallel=ddp")
+        why = "hogwild's processes share host memory"
+        check(choice.kind in ("auto", "cpu"), "device.kind", choice.kind, why, "choose device=cpu, or parallel=ddp")
         with errors_under("device"):
             choice = replace(choice, kind="cpu")  # which has no index
         self._devices(choice)  # of this one process, which starts the workers: others could share no memory

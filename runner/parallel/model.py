@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 from runner.batching import MicroBatch, Plan
-from runner.config.errors import ConfigError
+from runner.config.errors import check
 from runner.device import Device
 from runner.parallel.base import Parallel, move
 from runner.parallel.compiling import compile_in_place, refuse_step
@@ -32,9 +32,8 @@ class ModelParallel(Partition, Parallel):
     def launcher(self, choice: Device) -> Launcher:
         devices = self._devices(choice)
         stages = self.asked_stages or len(devices)
-        if 1 < len(devices) < stages:
-            why = f"there are {len(devices)} GPUs, and each stage has its own"
-            raise ConfigError("parallel.stages", stages, why, f"at most parallel.stages={len(devices)}")
+        why = f"there are {len(devices)} GPUs, and each stage has its own"
+        check(not 1 < len(devices) < stages, "parallel.stages", stages, why, f"at most parallel.stages={len(devices)}")
         return Launcher(devices[:stages])
 
     def divide(self, session: Session) -> Plan:

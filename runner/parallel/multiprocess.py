@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 
 from runner.batching import Plan
-from runner.config.errors import ConfigError, check_range, errors_under
+from runner.config.errors import ConfigError, check, check_range, errors_under
 from runner.device import Device
 from runner.parallel.base import Parallel
 from runner.parallel.collectives import ProcessGroup
@@ -79,10 +79,9 @@ class MultiProcess(Parallel, ABC):
             return torch.device("cpu")
         if torch.accelerator.device_count() == 1:
             return gpus[0]
-        if local_rank >= len(gpus):
-            why = f"process {local_rank} of this machine has no GPU of its own"
-            fewer = f"start at most {len(gpus)} processes a machine"
-            raise ConfigError("device.indices", [gpu.index for gpu in gpus], why, fewer)
+        why = f"process {local_rank} of this machine has no GPU of its own"
+        fewer = f"start at most {len(gpus)} processes a machine"
+        check(local_rank < len(gpus), "device.indices", [gpu.index for gpu in gpus], why, fewer)
         return gpus[local_rank]
 
     def _gpus(self, choice: Device) -> list[torch.device]:
@@ -95,8 +94,7 @@ class MultiProcess(Parallel, ABC):
             torch.distributed.get_default_backend_for_device(kind)
         except ValueError:
             why = "torch.distributed has no backend for its tensors"
-        if why:
-            raise ConfigError("device.kind", kind, why, "choose device=cpu, or parallel=single")
+        check(not why, "device.kind", kind, why, "choose device=cpu, or parallel=single")
         with errors_under("device"):
             return [device for device in choice.resolve_all() if device.type != "cpu"]
 

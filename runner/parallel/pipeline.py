@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 
 from runner.batching import MicroBatch, Plan
-from runner.config.errors import ConfigError, check_choice, check_range
+from runner.config.errors import ConfigError, check, check_choice, check_range
 from runner.device import Device
 from runner.optimizer import trainable
 from runner.parallel import batch_norm, full_state
@@ -105,21 +105,18 @@ class Pipeline(Partition, MultiProcess):
             raise ConfigError("compile", session.compile, why, "compile=false, or another parallel.schedule")
         stages, processes, devices = self.num_stages(session), session.world_size, len(session.devices)
         if self.engine == "streams":
-            if 1 < devices < stages:
-                why = f"there are {devices} GPUs, and each stage has its own"
-                raise ConfigError("parallel.stages", stages, why, f"at most parallel.stages={devices}")
+            why = f"there are {devices} GPUs, and each stage has its own"
+            check(not 1 < devices < stages, "parallel.stages", stages, why, f"at most parallel.stages={devices}")
         else:
-            if processes < 2:
-                remedy = "parallel.processes=2; on one GPU: parallel.engine=streams"
-                raise ConfigError("parallel.processes", processes, "a pipeline has two or more", remedy)
+            remedy = "parallel.processes=2; on one GPU: parallel.engine=streams"
+            check(processes >= 2, "parallel.processes", processes, "a pipeline has two or more", remedy)
             least = 2 if self.schedule == "interleaved_1f1b" else 1
             each = 1 if self.schedule in ONE_STAGE_EACH else max(least, stages // processes)
-            if stages != each * processes:
-                number = "one stage" if self.schedule in ONE_STAGE_EACH else f"as many stages, and at least {least}"
-                why = f"under parallel.schedule={self.schedule}, each of the {processes} processes has {number}"
-                fitting = f"parallel.stages={each * processes}"
-                remedy = fitting if self.processes == "auto" else "parallel.processes=auto"
-                raise ConfigError("parallel.stages", stages, why, remedy)
+            number = "one stage" if self.schedule in ONE_STAGE_EACH else f"as many stages, and at least {least}"
+            why = f"under parallel.schedule={self.schedule}, each of the {processes} processes has {number}"
+            fitting = f"parallel.stages={each * processes}"
+            remedy = fitting if self.processes == "auto" else "parallel.processes=auto"
+            check(stages == each * processes, "parallel.stages", stages, why, remedy)
         splitting = (session.plan.micro_size, self.split_size, self.num_micro_batches)
         chunks = num_micro_batches(*splitting, self.schedule, stages, processes)
         # The first stage takes the inputs of the batches, and the last one the targets.
@@ -156,9 +153,8 @@ class Pipeline(Partition, MultiProcess):
             numbers = range(session.rank, count, session.world_size)
             stage_of = self.stage_of_each_tensor(model, stages)
             keep_only(model, {name for name, number in stage_of.items() if number in numbers})
-            if not trainable(model):
-                why = f"process {session.rank} has nothing to train"
-                raise ConfigError("parallel.cuts", self.cuts, why, "cut elsewhere, or take fewer stages")
+            why = f"process {session.rank} has nothing to train"
+            check(bool(trainable(model)), "parallel.cuts", self.cuts, why, "cut elsewhere, or take fewer stages")
         move(model, session.device, session.channels_last)
         placed = {}
         for i in numbers:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from runner.config.errors import ConfigError
+from runner.config.errors import check
 from runner.config.options import option_name
 from runner.config.overrides import LOCATION_KEYS
 from runner.config.schema import load_class
@@ -54,9 +54,8 @@ def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[Differ
 def check_resumable(saved: Mapping[str, Any], now: Mapping[str, Any], source: str) -> None:
     """Refuse to continue `source`, of the config `saved`, with the config `now` if an essential option differs."""
     found = [str(each) for each in differences(saved, now) if each.is_essential]
-    if found:
-        why, remedy = f"another run: {'; '.join(found[:5])}", "take these back, or start a new run, without resume"
-        raise ConfigError("resume", source, why, remedy)
+    why, remedy = f"another run: {'; '.join(found[:5])}", "take these back, or start a new run, without resume"
+    check(not found, "resume", source, why, remedy)
 
 
 def _compared(key: str, saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Difference]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from runner.config import user_code
-from runner.config.errors import ConfigError
+from runner.config.errors import ConfigError, check
 from runner.config.overrides import override_key
 from runner.parallel.session import Session
 from runner.result import Result
@@ -212,9 +212,8 @@ def _check_named(run: Run, session: Session, path: Path, source: str) -> None:
     newest, result = run_directory.newest_step(path), run_directory.read_result(path)
     finished = result["steps"] if result.get("status") == "done" else 0
     done = max(newest, finished) if checkpoint is None else run_directory.step_of(checkpoint) or 0
-    if done > session.num_steps:
-        more = f"steps={done + 1} or more, or more epochs, or name an earlier checkpoint of it"
-        raise ConfigError("steps", session.num_steps, f"{done} are done already", more)
+    more = f"steps={done + 1} or more, or more epochs, or name an earlier checkpoint of it"
+    check(done <= session.num_steps, "steps", session.num_steps, f"{done} are done already", more)
     if finished and checkpoint is None and newest == 0 and session.num_steps > finished:
         why = f"all {finished} steps are done, and the checkpoints to continue from have been deleted"
         raise ConfigError("resume", source, why, "start a new run, without resume")
@@ -264,9 +263,8 @@ def _unfinished(run: Run, parent: Path) -> Claim | None:
                 return Claim(path.resolve(), lock)
         elif (path / run_directory.CONFIG).exists():
             log.warning("%s is skipped: its config cannot be read or used", path)
-    if running is not None:
-        why = f"the run of this config, {running}, is running"
-        raise ConfigError("resume", "auto", why, "wait for it, or stop it; resume=never starts another run")
+    why = f"the run of this config, {running}, is running"
+    check(running is None, "resume", "auto", why, "wait for it, or stop it; resume=never starts another run")
     if newest is not None:
         log.warning("a new run begins; the newest unfinished one, %s, has %s", *newest)
     return None

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from runner.config.errors import ConfigError
+from runner.config.errors import ConfigError, check
 from runner.storage.manifest import MANIFEST, DamagedError, untrusted, verified_manifest
 from runner.storage.run_directory import step_name, step_of
 from runner.storage.safe_torch_load import load_tensors
@@ -155,10 +155,8 @@ def _best_checkpoint(run: Path) -> Path:
     """Return the path of the checkpoint with the best evaluation, whose step is recorded in the newest checkpoint."""
     checkpoint = load(_last_checkpoint(run))
     best: Any = checkpoint.state.get("best")
-    if best == {}:
-        raise ConfigError("checkpoint", "best", f"{run} has no best evaluation", "take last, the newest one")
+    check(best != {}, "checkpoint", "best", f"{run} has no best evaluation", "take last, the newest one")
     check_known(best, {"step": range(checkpoint.step + 1)}, ("step",), "the best evaluation")
     path = run / "checkpoints" / step_name(best["step"])
-    if not path.is_dir():
-        raise ConfigError("checkpoint", "best", f"{path} does not exist", "take last, the newest one, or name another")
+    check(path.is_dir(), "checkpoint", "best", f"{path} does not exist", "take last, the newest one, or name another")
     return path

@@ -25,7 +25,7 @@ import safetensors.torch
 import torch
 from safetensors import SafetensorError
 
-from runner.config.errors import ConfigError
+from runner.config.errors import check
 from runner.storage.checkpoint import EMA, MODEL, STATE, Checkpoint, Part, load, part_file, rank_file
 from runner.storage.files import check_no_link, sync
 from runner.storage.manifest import MANIFEST, DamagedError, hashes_of_shared, manifest_of
@@ -212,10 +212,9 @@ class Checkpoints:
                 os.replace(path, aside)
                 log.warning("%s; renamed to %s, trying the previous checkpoint", error, aside.name)
         names = sorted([path.name for path in damaged] + [path.name for path in self.root.glob("step_*.corrupt*")])
-        if found is None and names:
-            why = f"none of its checkpoints is intact: {', '.join(names)}"
-            remedy = "start a new run, without resume (overrides.yaml has what was typed)"
-            raise ConfigError("resume", str(self.root.parent), why, remedy)
+        why = f"none of its checkpoints is intact: {', '.join(names)}"
+        remedy = "start a new run, without resume (overrides.yaml has what was typed)"
+        check(found is not None or not names, "resume", str(self.root.parent), why, remedy)
         return found
 
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from runner.config.errors import ConfigError
+from runner.config.errors import ConfigError, check
 from runner.storage.files import UnsafeFileError, check_no_link, open_regular, read_regular
 from runner.storage.run_directory import MAX_BYTES, step_of
 
@@ -108,9 +108,8 @@ def read_manifest(directory: Path) -> dict[str, Any]:
         raise DamagedError(f"{path} is damaged: {type(error).__name__}: {str(error)[:200]}") from None
     if not intact:
         raise DamagedError(f"{path} is damaged: its content does not match its SHA-256")
-    if manifest.get("schema") != SCHEMA:
-        why = f"it has schema {reprlib.repr(manifest.get('schema'))}, this version reads {SCHEMA}"
-        raise ConfigError("resume", str(directory), why, "resume with the version that wrote it")
+    why = f"it has schema {reprlib.repr(manifest.get('schema'))}, this version reads {SCHEMA}"
+    check(manifest.get("schema") == SCHEMA, "resume", str(directory), why, "resume with the version that wrote it")
     step, world_size, files = (manifest.get(key) for key in ("step", "world_size", "files"))
     valid = {  # a correct hash is not enough, because anybody can compute a hash
         "step": type(step) is int and step >= 0 and step_of(directory) in (step, None),

@@ -10,7 +10,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from runner.config.errors import ABSENT, ConfigError
+from runner.config.errors import ABSENT, ConfigError, check
 from runner.storage.checkpoint import SIGNATURE
 from runner.storage.files import json_text
 from runner.storage.manifest import saved_text, untrusted
@@ -110,6 +110,5 @@ def check_same_samples(saved: Mapping[str, Any], now: Mapping[str, Any], accept:
     other += ", with other content" if counts[0] == counts[1] else ""
     why = f"these are not the samples of the checkpoint ({other})"
     remedy = "restore them, or data.changed=accept to continue with these and the checkpoint's normalization"
-    if not accept:
-        raise ConfigError("data", ABSENT, why, remedy)
+    check(accept, "data", ABSENT, why, remedy)
     return other

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from runner.analysis.sweep_summary import find_best, write_summary
-from runner.config.errors import ABSENT, ConfigError
+from runner.config.errors import ABSENT, ConfigError, check
 from runner.config.experiment_file import experiment_command, experiment_file
 from runner.config.options import groups_in_defaults
 from runner.config.overrides import override_key, typed_path
@@ -53,9 +53,8 @@ def run_sweep(
         KeyboardInterrupt: if the user presses Ctrl-C after a stop signal; the jobs are killed.
         StorageError: if the ledger cannot be written.
     """
-    if external_rank_info() is not None:
-        remedy = "start the sweep by itself: parallel=ddp starts the processes of each job"
-        raise ConfigError("-m", ABSENT, "torchrun or SLURM has started several processes of it", remedy)
+    remedy = "start the sweep by itself: parallel=ddp starts the processes of each job"
+    check(external_rank_info() is None, "-m", ABSENT, "torchrun or SLURM has started several processes of it", remedy)
     engine = jobs.engine
     engine.prepare(*preloaded)
     planner = Planner(jobs, config_dir)
@@ -104,9 +103,8 @@ def _search(jobs: SweepJobs, planner: Planner) -> Search:
     from runner.sweeps.search import Objective, Search  # it imports Optuna, which is optional
 
     options, (metric, goal) = jobs.engine, planner.best
-    if not jobs.swept:
-        remedy = "'optimizer.lr=interval(0.01,1)'"
-        raise ConfigError("sweep.search", options.search, "no key has several values", remedy)
+    remedy = "'optimizer.lr=interval(0.01,1)'"
+    check(bool(jobs.swept), "sweep.search", options.search, "no key has several values", remedy)
     if options.seeds > 1 and "seed" in jobs.swept:
         raise ConfigError("sweep.seeds", options.seeds, "seed is swept, too", "leave one of them out")
     tag = options.metric or f"eval/{metric}"

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from runner.config.errors import ConfigError, did_you_mean
+from runner.config.errors import ConfigError, check, did_you_mean
 from runner.config.schema import build
 
 if TYPE_CHECKING:
@@ -68,8 +68,7 @@ class MultiTracker(Tracker):
     trackers: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if not self.names:
-            raise ConfigError("names", self.names, "it is empty", "tracking=none tracks nothing")
+        check(bool(self.names), "names", self.names, "it is empty", "tracking=none tracks nothing")
         for name in self.names:
             if name not in self.trackers:
                 raise ConfigError("names", name, "there is no such tracker;", did_you_mean(name, self.trackers))

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from runner.config import user_code
-from runner.config.errors import ABSENT, ConfigError
+from runner.config.errors import ABSENT, check
 from runner.parallel.collectives import Collectives
 from runner.run import Run, build_run
 from runner.storage.run_directory import ENVIRONMENT, read_environment
@@ -86,9 +86,8 @@ def train_again(run: Run, signature: Mapping[str, Any], last_step: int, noise: i
     launcher = run.parallel.launcher(run.device)
     with tempfile.TemporaryDirectory(prefix="runner-verify-") as scratch, launcher.connect() as collectives:
         session = run.prepare(collectives)
-        if session.plan.steps_per_round > 1:
-            why = "its processes do not wait for each other: no two runs are the same"
-            raise ConfigError("parallel", ABSENT, why, "name a run of another mode")
+        why = "its processes do not wait for each other: no two runs are the same"
+        check(session.plan.steps_per_round == 1, "parallel", ABSENT, why, "name a run of another mode")
         run.workload.check_same_samples(signature)
         rank_main = partial(_train, run.config, Path(scratch), last_step, noise)
         launcher.launch(partial(rank_main, collectives), rank_main, session, Path(scratch))

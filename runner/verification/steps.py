@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_iter
 
 from runner.batching import Plan
 from runner.config import user_code
-from runner.config.errors import ConfigError
+from runner.config.errors import ConfigError, check
 from runner.config.schema import component_fields
 from runner.data.base import shard_bounds
 from runner.parallel.collectives import Collectives
@@ -89,8 +89,7 @@ def _has_format(run: Run, device: torch.device) -> bool:
 def check_comparable(run: Run, session: Session) -> None:
     """Raise a `ConfigError` if a single device cannot compute the same results as `run`."""
     why, processes = run.parallel.difference, session.world_size
-    if why and processes > 1:
-        raise ConfigError("parallel.processes", processes, why, "parallel.processes=1 can be compared")
+    check(not why or processes == 1, "parallel.processes", processes, why, "parallel.processes=1 can be compared")
     if "env" in component_fields(type(run.workload)) and session.plan.num_data_ranks > 1:
         why = "each process trains on transitions from its own environments"
         raise ConfigError("parallel", "several processes", why, "compare accumulation or precision instead")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from runner.config.errors import ABSENT, ConfigError
+from runner.config.errors import ABSENT, ConfigError, check
 from runner.tracking.metrics import BatchSums, MetricSums
 
 if TYPE_CHECKING:
@@ -172,8 +172,7 @@ class Workload(ABC):
         `split` is `train`, `val`, `test` or `all`. None is the held-out samples or, if the user has named other data
         (`is_other`), the first of `Data.splits`.
         """
-        if split is not None:
-            raise ConfigError("--split", split, f"{type(self).__name__} does not divide its data", "leave it out")
+        check(split is None, "--split", split, f"{type(self).__name__} does not divide its data", "leave it out")
         self.prepare()
 
     def saved_model(self, signature: Mapping[str, Any]) -> torch.nn.Module:

@@ -8,7 +8,7 @@ from typing import cast
 
 import torch
 
-from runner.config.errors import ConfigError
+from runner.config.errors import ConfigError, check
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble")
 """The values of `parallel.schedule`."""
@@ -42,9 +42,8 @@ def num_micro_batches(
     """
     why_not = partial(violation, schedule, num_stages, num_processes)
     possible = [number for number in divisors(samples) if not why_not(number)]
-    if not possible:
-        why = f"{why_not(samples)}, and a batch of {samples} samples cannot be split like that"
-        raise ConfigError("parallel.schedule", schedule, why, "a larger batch_size, or parallel.schedule=gpipe")
+    why = f"{why_not(samples)}, and a batch of {samples} samples cannot be split like that"
+    check(bool(possible), "parallel.schedule", schedule, why, "a larger batch_size, or parallel.schedule=gpipe")
     if split_size is None and count is None:
         # At least two, of at least two samples: one micro-batch overlaps with nothing, and one sample has no variance.
         fitting = [number for number in possible if 1 < number <= samples // 2] or possible
@@ -60,9 +59,8 @@ def num_micro_batches(
         nearest = " or ".join(f"parallel.{key}={each}" for each in near)
         raise ConfigError(f"parallel.{key}", got, why, f"the nearest that can be: {nearest}")
     found = samples // split_size if split_size is not None else cast(int, count)
-    if count not in (None, found):
-        why = f"split_size={split_size} makes {found} micro-batches of {samples} samples"
-        raise ConfigError("parallel.num_micro_batches", count, why, "name one of the two")
+    why = f"split_size={split_size} makes {found} micro-batches of {samples} samples"
+    check(count in (None, found), "parallel.num_micro_batches", count, why, "name one of the two")
     return found
 
 
