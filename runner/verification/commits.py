@@ -26,13 +26,9 @@ class CommitError(RuntimeError):
 
 
 class Copy(NamedTuple):
-    """A copy of a repository in a temporary directory.
+    """A copy in a temporary directory, `files`, of the repository in `top`, as of `commit`, which is as it was typed.
 
-    Attributes:
-        commit: the commit as it was typed.
-        top: the directory of the repository.
-        files: the directory of the copy.
-        modules: the directories in it from which modules are imported.
+    `modules` are the directories in it from which modules are imported.
     """
 
     commit: str
