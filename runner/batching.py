@@ -31,10 +31,7 @@ class Accumulation:
     steps: int | str = 1
 
     def __post_init__(self) -> None:
-        if isinstance(self.steps, int):
-            check_range(self, "steps", least=1)
-        elif self.steps != "auto":
-            raise ConfigError("steps", self.steps, "it is neither auto nor a whole number", "accumulation=4")
+        check_range(self, "steps", least=1)
 
     @property
     def count(self) -> int:

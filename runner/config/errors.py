@@ -72,8 +72,11 @@ def check_range(
     most: float = math.inf,
     below: float = math.inf,
 ) -> None:
-    """Raise a `ConfigError` unless the attribute `key` of `component` is None or a finite number in these bounds."""
+    """Raise a `ConfigError` unless `key` of `component` is a finite number in these bounds, None or `auto`."""
     value = getattr(component, key)
+    if isinstance(value, str):  # of an option that takes no other texts
+        check(value == "auto", key, value, "it is neither auto nor a whole number", "auto, or a number such as 2")
+        return
     if value is None or (
         (isinstance(value, int) or math.isfinite(value)) and above < value < below and least <= value <= most
     ):

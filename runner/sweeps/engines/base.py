@@ -115,14 +115,6 @@ class Engine(ABC):
         check_range(self, "seeds", least=1, most=100)
         check_range(self, "sampler_seed", least=0, most=2**31 - 1)
 
-    def check_auto(self, key: str, most: int) -> None:
-        """Check that the option `key` is `auto` or a whole number from 1 to `most`."""
-        value = getattr(self, key)
-        if isinstance(value, int):
-            check_range(self, key, least=1, most=most)
-        elif value != "auto":
-            raise ConfigError(key, value, "it is neither auto nor a number", f"sweep.{key}=2")
-
     def prepare(self, *modules: str) -> None:
         """Begin slow preparations for the first job, such as the import of `modules`, which the jobs need."""
 

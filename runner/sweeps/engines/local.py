@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from runner.config import user_code
-from runner.config.errors import check
+from runner.config.errors import check, check_range
 from runner.storage.files import is_locked
 from runner.sweeps.engines.base import Ended, Engine, Job, Pool
 from runner.system.console import CRASHED, STOPPED
@@ -47,8 +47,8 @@ class Local(Engine):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check_auto("slots", most=1024)
-        self.check_auto("threads", most=1024)
+        check_range(self, "slots", least=1, most=1024)
+        check_range(self, "threads", least=1, most=1024)
 
     def prepare(self, *modules: str) -> None:
         start_server("torch", *modules)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from runner.config.errors import ConfigError, check
+from runner.config.errors import ConfigError, check, check_range
 from runner.sweeps.engines.base import ClusterEngine, Ended, Job, Pool
 from runner.sweeps.engines.cluster_task import RayTask, import_ray, task
 from runner.system.console import STOPPED
@@ -46,7 +46,7 @@ class Ray(ClusterEngine):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check_auto("slots", most=10_000)
+        check_range(self, "slots", least=1, most=10_000)
 
     @contextmanager
     def connect(self, num_jobs: int, path: Path) -> Iterator[Pool]:
