@@ -68,9 +68,14 @@ class Parser(argparse.ArgumentParser):
             )
         words = sys.argv[1:] if arguments is None else list(arguments)
         for word in words:  # before argparse misses another argument
-            flag = word.partition("=")[0]
-            if re.match(r"-(?![\d.]|$)", word) and flag not in self._option_string_actions:
-                raise self._unknown(flag, word.lstrip("-"))
+            flag, bare, known = word.partition("=")[0], word.lstrip("-"), self._option_string_actions
+            if not re.match(r"-(?![\d.]|$)", word) or flag in known:
+                continue
+            remedy, is_key = type_instead(flag.lstrip("-")), re.split(r"[=.]", bare)[0] in root_keys()
+            remedy = f"without dashes: {shlex.quote(bare) if '=' in bare else f'{bare}=…'}" if is_key else remedy
+            remedy = remedy if self._takes_overrides else ""
+            shown = [name for name, each in known.items() if name.startswith("--") and each.help != argparse.SUPPRESS]
+            raise ConfigError(flag, ABSENT, "there is no such flag;", remedy or did_you_mean(flag, shown))
         options, surplus = self.parse_known_intermixed_args(words)
         for word in surplus:
             raise ConfigError(word, ABSENT, "it is one word too many;", f"{self.prog} --help explains all words")
@@ -86,14 +91,6 @@ class Parser(argparse.ArgumentParser):
         flag, _, why = message.removeprefix("argument ").partition(": ")
         names = [name for name in flag.split("/") if name.startswith("--")] or [flag]
         raise ConfigError(names[0], ABSENT, why or "it is not complete", f"{self.prog} --help explains it")
-
-    def _unknown(self, flag: str, bare: str) -> ConfigError:
-        key = re.split(r"[=.]", bare)[0]
-        dashed = f"without dashes: {shlex.quote(bare) if '=' in bare else f'{bare}=…'}" if key in root_keys() else ""
-        actions = self._option_string_actions.items()
-        known = [name for name, action in actions if name.startswith("--") and action.help != argparse.SUPPRESS]
-        remedy = (dashed or type_instead(flag.lstrip("-"))) if self._takes_overrides else ""
-        return ConfigError(flag, ABSENT, "there is no such flag;", remedy or did_you_mean(flag, known))
 
 
 def check_not_resumed(overrides: Sequence[str]) -> None:

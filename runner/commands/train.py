@@ -7,7 +7,6 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from runner.system.lazy_import import import_lazily
 
@@ -16,14 +15,11 @@ import_lazily("torch", "torchvision")
 from runner.commands import COMMANDS  # noqa: E402
 from runner.commands.arguments import Parser, command  # noqa: E402
 from runner.commands.help import help_text  # noqa: E402
-from runner.config.errors import ABSENT, ConfigError, check, did_you_mean  # noqa: E402
+from runner.config.errors import ABSENT, check, did_you_mean  # noqa: E402
 from runner.config.options import option_files  # noqa: E402
 from runner.config.overrides import checked_path, quoted, resumed  # noqa: E402
 from runner.system import __version__  # noqa: E402
 from runner.system.console import DONE, REFUSED, STOPPED, output_code  # noqa: E402
-
-if TYPE_CHECKING:
-    from runner.run import Run
 
 RUN_DIRECTORY = "--run-directory"
 """The flag that sets the run directory. The scheduler of a sweep passes this flag to the jobs."""
@@ -94,7 +90,15 @@ def _run(arguments: list[str]) -> list[int]:
 
     run = build_run(job.config)
     if options.summary:
-        _print_model(run)
+        from models.blocks import table_of
+        from runner.model.base import without_memory
+
+        run.workload.prepare()
+        shape = run.workload.input_shape()
+        why = f"{type(run.workload).__name__} does not say of what shape the inputs of its network are"
+        check(shape is not None, "--summary", ABSENT, why, "leave it out, or define input_shape()")
+        print(table_of(without_memory(run.workload.build_model), shape)[0])
+        print(f"for one input of {'×'.join(map(str, shape or ()))}; FLOPs are those of a forward pass")
         return []
     if run.accumulation.steps == "auto":
         from runner.planning.auto_accumulation import resolve_auto_accumulation
@@ -104,16 +108,3 @@ def _run(arguments: list[str]) -> list[int]:
     from runner.api.run_job import run_one
 
     return [run_one(run, job.overrides, directory, print_end=True).exit_code]
-
-
-def _print_model(run: Run) -> None:
-    from models.blocks import table_of
-    from runner.model.base import without_memory
-
-    run.workload.prepare()
-    shape = run.workload.input_shape()
-    if shape is None:
-        why = f"{type(run.workload).__name__} does not say of what shape the inputs of its network are"
-        raise ConfigError("--summary", ABSENT, why, "leave it out, or define input_shape()")
-    print(table_of(without_memory(run.workload.build_model), shape)[0])
-    print(f"for one input of {'×'.join(map(str, shape))}; FLOPs are those of a forward pass")

@@ -32,7 +32,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from pathlib import Path
 
 from runner.analysis.output import one_line
 from runner.analysis.saved_runs import find_runs
@@ -69,7 +68,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _verdict(partial(verify_against, options.against, overrides, steps or 20, options.config_dir), _OF_RUN)
     if not paths:
         return _verdict(partial(verify, overrides, steps or 3, config_dir=options.config_dir), HEADLINES)
-    codes = [_verify_run(run, overrides, steps, options.config_dir) for run in runs]
+    codes = []
+    for run in runs:
+        print(one_line(f"{run}:"), flush=True)
+        codes.append(_verdict(partial(retrace, run, overrides, steps, options.config_dir), _OF_RUN))
+        if codes[-1] != REFUSED:
+            _print_indented(changes(run) or ["no version, commit, device or core has changed"])
     return next((code for code in (DIFFERENT, REFUSED, UNJUDGED) if code in codes), SAME)
 
 
@@ -89,14 +93,6 @@ def _verdict(compared: Callable[[], Outcome], headlines: dict[Verdict, str]) -> 
     print((": " if on_one_line else "\n").join(filter(None, (headline, reason))))
     _print_indented(outcome.changes)
     return outcome.verdict
-
-
-def _verify_run(directory: Path, overrides: list[str], steps: int | None, config_dir: str | None) -> int:
-    print(one_line(f"{directory}:"), flush=True)
-    code = _verdict(partial(retrace, directory, overrides, steps, config_dir), _OF_RUN)
-    if code != REFUSED:
-        _print_indented(changes(directory) or ["no version, commit, device or core has changed"])
-    return code
 
 
 def _print_indented(lines: Iterable[str]) -> None:

@@ -132,26 +132,20 @@ def _shortened(text: str) -> str:
 
 
 _ROOT = Path(__file__).parents[2]
-_LIBRARIES = tuple(
-    f"{path}{os.sep}"
-    for path in (_ROOT / "runner", _ROOT / "models", *map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib")))
-)
+_FOLDERS = (_ROOT / "runner", _ROOT / "models", *map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib")))
+_LIBRARIES = ("<frozen", "<string", "<eval", *(f"{path}{os.sep}" for path in _FOLDERS))
+"""The beginnings of the paths of source files of this project, of Python and of installed packages."""
 
 
 def described(error: BaseException) -> str:
     """Return the type and message of an error, and the line of user code: `ValueError: negative (mine.py:12)`."""
     frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
-    lines = [(file, line) for file, line in frames if not _is_library(file)]
+    lines = [(file, line) for file, line in frames if not file.startswith(_LIBRARIES)]
+    lines = [each for each in lines if not {"site-packages", "dist-packages"} & {*Path(each[0]).parts}]
     if isinstance(error, SyntaxError) and error.filename:
         lines = [(error.filename, error.lineno)]
     where = f" ({shown(lines[-1][0])}:{lines[-1][1]})" if lines else ""
     return f"{type(error).__name__}: {error}{where}"
-
-
-def _is_library(file: str) -> bool:
-    """Return whether a source file is part of this project, of Python or of an installed package."""
-    installed = {"site-packages", "dist-packages"} & {*Path(file).parts}
-    return file.startswith(("<frozen", "<string", "<eval", *_LIBRARIES)) or bool(installed)
 
 
 def shown(file: str) -> str:

@@ -131,8 +131,6 @@ def checked_values(cls: type, node: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", type(None): "null"}
-
-
 _INTEGER = re.compile(r"[-+]?(?:0|[1-9][0-9]*)")
 _FLOAT = re.compile(r"[-+]?(?:(?:0|[1-9][0-9]*)(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|[-+]?\.?inf|\.?nan")
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
