@@ -28,10 +28,7 @@ class Profiler:
 
     @contextmanager
     def profile(self, directory: Path, *devices: torch.device) -> Iterator[None]:
-        """Profile the code inside the context, and write the results to `profile/` in `directory`, even after an error.
-
-        `devices` are those on which this process computes the steps.
-        """
+        """Profile steps on `devices` in the context, and write `profile/` in `directory`, even after an error."""
         yield
 
     def after_step(self, step: int) -> None:

@@ -132,10 +132,7 @@ class Trackio(RemoteTracker):
 
 @dataclass
 class Wandb(RemoteTracker):
-    """A tracker that logs to Weights & Biases, with optimizer steps as the x-axis.
-
-    https://docs.wandb.ai/ref/python/
-    """
+    """Logs to Weights & Biases, with optimizer steps as the x-axis (https://docs.wandb.ai/ref/python/)."""
 
     package: ClassVar[str] = "wandb"
     destinations: ClassVar[tuple[str, ...]] = ("mode",)
