@@ -101,7 +101,8 @@ def _syntax_error(error: Exception) -> ConfigError | None:
     if not isinstance(error, OverrideParseException):
         return None
     grammar = "no viable|mismatched|extraneous|missing"
-    why = next((f" ({line})" for line in _lines(error) if re.match(grammar, line)), "")
+    found = next((f" ({line.partition(' expecting ')[0]})" for line in _lines(error) if re.match(grammar, line)), "")
+    why = found.replace("'<EOF>'", "at its end")
     remedy = "use brackets and quotes in pairs; quote a text with spaces or any of , : = [ ] { } as KEY=\"'TEXT'\""
     return ConfigError(error.override, ABSENT, f"it cannot be parsed{why}", remedy)
 

@@ -36,7 +36,8 @@ _NAMELESS = re.compile(r"|Unnamed: \d+")
 """A pattern for the names of columns that have none: pandas calls such a column `Unnamed: 0`."""
 _NUMBER = re.compile(r"\s*[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?\s*", re.ASCII)
 """A pattern for numbers: `float` alone takes 2020_01, nan and digits of other scripts for numbers."""
-_CSV = "the first line names the columns, all other cells are numbers; data.delimiter='\";\"' sets what is between them"
+_CSV = "the first line names the columns, all other cells are numbers; "
+_CSV += "data.delimiter='\";\"' sets what is between them, and a .tsv file has tabs"
 _ARRAYS = "write it with numpy.savez(FILE, inputs=…, targets=…), or torch.save({'inputs': …, 'targets': …}, FILE)"
 
 Scale = tuple[torch.Tensor, torch.Tensor]
@@ -65,10 +66,10 @@ class Tabular(Data):
         if len(self.delimiter) != 1 or self.delimiter in '"\r\n':
             raise ConfigError("delimiter", self.delimiter, "it must be one character", see_comments(self))
         suffix = Path(self.file or "").suffix.lower()
-        if self.file is not None and suffix not in (".csv", ".npz", ".pt"):
-            raise ConfigError("file", self.file, "the file name must end in .csv, .npz, .pt", see_comments(self))
+        if self.file is not None and suffix not in (".csv", ".tsv", ".npz", ".pt"):
+            raise ConfigError("file", self.file, "the file name must end in .csv, .tsv, .npz, .pt", see_comments(self))
         for key in ("inputs", "targets"):
-            if getattr(self, key) and suffix != ".csv":
+            if getattr(self, key) and suffix not in (".csv", ".tsv"):
                 why = "only the columns of a CSV file have names"
                 raise ConfigError(key, list(getattr(self, key)), why, see_comments(self))
 
@@ -108,12 +109,12 @@ class Tabular(Data):
         why = f"there is no such file in {path.parent.absolute()}"
         remedy = "data.file=PATH, or data.file=null for samples of a known function"
         check(path.is_file(), "file", self.file, why, remedy)
-        if path.suffix.lower() != ".csv":
+        if path.suffix.lower() not in (".csv", ".tsv"):
             return read_arrays(path)
         inputs, targets = saved.get("columns", self.inputs), saved.get("targets", self.targets)
         check_same_names({"columns": sorted(inputs)}, {"columns": sorted(self.inputs or inputs)}, "inputs")
         try:
-            return read_csv(path, inputs, targets, self.delimiter)
+            return read_csv(path, inputs, targets, "\t" if path.suffix.lower() == ".tsv" else self.delimiter)
         except ConfigError as error:
             if error.key not in ("inputs", "targets") or not saved:
                 raise

@@ -68,6 +68,8 @@ def test_columns_are_chosen_by_name_and_by_default_the_last_is_the_target(houses
 def test_other_delimiters_byte_order_marks_blank_lines_and_spaces_are_read(tmp_path):
     file = written(tmp_path / "a.csv", "\ufeffx; y\n1; 2\n\n3;\t4\n5;6\n")
     assert rows(*loaded(file=file, delimiter=";", standardize=False)).tolist() == [[1, 2], [3, 4], [5, 6]]
+    file = written(tmp_path / "a.tsv", "x\ty\n1\t2\n3\t4\n5\t6\n")
+    assert rows(*loaded(file=file, standardize=False)).tolist() == [[1, 2], [3, 4], [5, 6]]
 
 
 @pytest.mark.parametrize("suffix", [".npz", ".pt"])
