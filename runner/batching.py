@@ -54,9 +54,12 @@ class MicroBatch(NamedTuple):
 class Step(NamedTuple):
     """One iteration of the training loop: an optimizer step, whose batch the processes divide among themselves.
 
-    If each process computes whole steps by itself (see `Plan.step_shard`), it is a round of several steps: `number`,
-    counted from 1, is that of the last one, and `local` that of this process, which has no `micro_batches` if the run
-    ends before.
+    If each process computes whole steps by itself (see `Plan.step_shard`), it is a round of several steps.
+
+    Args:
+        number: the number of the optimizer step, counted from 1; for a round, that of its last step.
+        local: the number of the step whose batch this process trains on; another than `number` only in a round.
+        micro_batches: the micro-batches of this process; empty if the run ends before step `local`.
     """
 
     number: int

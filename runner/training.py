@@ -198,8 +198,10 @@ def train_step(state: State, batches: Iterator[Any], step: Step, log_due: bool) 
     """Run one optimizer step: the forward and backward passes of its micro-batches, and the update.
 
     The host does not wait for the device. With loss scaling, however, it waits for the end of the previous step, or of
-    this one if there is an average of the weights or a target network. Returns the gradient norm before clipping, a
-    scalar on the device; None if no log is due and gradients are not clipped.
+    this one if there is an average of the weights or a target network.
+
+    Returns:
+        The gradient norm before clipping, a scalar on the device; None if no log is due and gradients are not clipped.
     """
     run, session, model = state.run, state.session, state.model
     for micro in step.micro_batches:

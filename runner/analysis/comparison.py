@@ -98,17 +98,26 @@ class Failure(NamedTuple):
 class Comparison:
     """The rows of a table that compares all runs below `paths`.
 
-    `metric` is the TensorBoard tag of the metric to compare, or its last part, of which `eval/` is preferred; None for
-    the metric by which most runs choose the best checkpoint, or else any. As an attribute, it is the tag, empty if no
-    run that is done has any; if it was taken for the last part of one, `meant` is a line that says so. `against` is the
-    row with which the others are compared: some of its options, as `KEY=VALUE,KEY=VALUE`, or the directory of one of
-    its runs; None for the best one of those with several seeds.
+    Args:
+        paths: directories that are, or contain at any depth, runs and sweeps.
+        metric: the TensorBoard tag of the metric to compare, or its last part, of which `eval/` is preferred; None for
+            the metric by which most runs choose the best checkpoint, or else any.
+        against: the row with which the others are compared: some of its options, as `KEY=VALUE,KEY=VALUE`, or the
+            directory of one of its runs; None for the best one of those with several seeds.
 
-    The config `keys` are those in which any of the `runs` differ (see `swept_keys`), the `measures` those that at least
-    one row has. `rows` are of the runs that are done, the best or the fastest first; `failures` are all other runs, and
-    the jobs without a run directory, sorted by name; `ledgers` those of the sweeps, by directory.
+    Attributes:
+        runs: all runs, whether they are done or not.
+        keys: the config keys in which any of the runs differ (see `swept_keys`).
+        metric: the tag of the metric; empty if no run that is done has any metric.
+        meant: a line that says which tag was taken for the last part of one; otherwise empty.
+        direction: `max` if larger values of the metric are better, otherwise `min`.
+        measures: the measures that at least one row has.
+        rows: the rows of the runs that are done, sorted by `quality`: the best or the fastest first.
+        failures: all other runs, and the jobs that have no run directory, sorted by name.
+        ledgers: the ledgers of the sweeps, by directory.
 
-    Raises `ConfigError` if there are no runs, no run that is done has `metric`, or `against` is not one row.
+    Raises:
+        ConfigError: if there are no runs, no run that is done has `metric`, or `against` is not one row.
     """
 
     def __init__(self, paths: list[Path], metric: str | None = None, against: str | None = None):

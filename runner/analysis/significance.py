@@ -18,10 +18,16 @@ MAX_SEEDS = 100_000
 class Contrast(NamedTuple):
     """A measurement compared with a reference, over seeds.
 
-    `values` and `others`, those of the reference, have the same seeds if `is_paired`: then their differences are
-    tested, otherwise the two groups. `low` and `high` limit the 95 % confidence interval of the `difference`, the mean
-    of `values` minus that of `others`; they and `df`, the degrees of freedom of the t-test, are NaN if nothing varies
-    with the seed. `p` is two-sided; `corrected_p` allows for a `family` of so many comparisons (see `corrected`).
+    Args:
+        values: the measurement, one value for each seed that is compared.
+        others: the reference; if `is_paired`, the value at each index has the same seed as that in `values`.
+        is_paired: whether the differences of each seed are tested, or the two groups.
+        difference: the mean of `values` minus that of `others`.
+        low, high: the limits of the 95 % confidence interval of the difference; NaN if nothing varies with the seed.
+        df: the degrees of freedom of the t-test; NaN if nothing varies with the seed.
+        p: the two-sided p-value, by itself.
+        family: how many comparisons have to be allowed for (see `corrected`).
+        corrected_p: the p-value after the correction.
     """
 
     values: list[float]

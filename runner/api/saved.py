@@ -143,8 +143,11 @@ class SavedRun:
         On the device of the run and without overrides, the metrics equal, to the last bit, those that the run computed
         at the step of the checkpoint. Normalization and columns are those of the checkpoint.
 
-        `split` is `train`, `val`, `test` or `all`; None for the held-out samples. If `overrides` name other data, None
-        is all of it, or `val` if it has a directory for each split.
+        Args:
+            choice: the checkpoint.
+            overrides: changes of the run's config.
+            split: `train`, `val`, `test` or `all`; None for the held-out samples. If `overrides` name other data, None
+                is all of it, or `val` if it has a directory for each split.
         """
         with settings_kept(), self._given(overrides):
             return evaluate_checkpoint(self.checkpoint(choice), overrides, split).metrics

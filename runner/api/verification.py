@@ -95,12 +95,19 @@ def verify_against(commit: str, overrides: Sequence[str], steps: int = 20, confi
 
 
 def verify(overrides: Sequence[str], steps: int = 3, *, config_dir: str | None = None, **code: Any) -> Outcome:
-    """Compare a config with its reference, that is, the same config with the overrides `PLAIN`, for some `steps`.
+    """Compare a config with its reference, that is, the same config with the overrides `PLAIN`, for some steps.
 
-    The outcome can be printed. Its `verdict` is 0 if the config computes the same, 1 if it does not, and 3 if that
-    cannot be judged. `code` is as in `runner.train`; its hooks are called only in the config itself, so that one that
-    changes weights or gradients makes a difference. Raises `ConfigError` if the config is refused, or cannot be the
-    same.
+    Args:
+        overrides: those of the config; with `code`, as in `runner.train`. Its hooks are called only in the config
+            itself, so that one that changes weights or gradients makes a difference.
+        steps: the number of optimizer steps.
+
+    Returns:
+        The outcome, which can be printed. Its `verdict` is 0 if the config computes the same, 1 if it does not, and 3
+        if that cannot be judged.
+
+    Raises:
+        ConfigError: if the config is refused, or cannot be the same.
     """
     overrides = check_list_of_texts(overrides)
     given = user_code.passed(overrides, **code)

@@ -58,13 +58,18 @@ class Job(NamedTuple):
 
 
 class Composer:
-    """Composes configs from conf/ and `config_dir`, a directory with the same structure.
+    """Composes configs from conf/ and the directory of `--config-dir`.
 
-    `root` is the name of the root config: that of conf/, or the one that `register_saved` returns.
     `tracking=[tensorboard,csv]` is short for `tracking=several tracking.names=[tensorboard,csv]`, whose options are
     composed into `tracking.trackers`. An override of `epochs` also sets `steps=null`, which would hide it otherwise.
 
-    Raises `ConfigError` if `config_dir` does not exist; the methods also `HydraException` or `OmegaConfBaseException`.
+    Args:
+        config_dir: a directory with the structure of conf/; None to compose from conf/ only.
+        root: the name of the root config: that of conf/, or the one that `register_saved` returns.
+
+    Raises:
+        ConfigError: if `config_dir` does not exist.
+        ConfigError, HydraException, OmegaConfBaseException: by the methods, if a config cannot be composed.
     """
 
     def __init__(self, config_dir: str | None = None, root: str = "config"):

@@ -22,10 +22,13 @@ WIDTH = 200
 
 
 class ConfigError(Exception):
-    """Raised when a run cannot be started with its config; `remedy` says what to type instead.
+    """Raised when a run cannot be started with its config.
 
-    `why` says what is wrong with the value `got` of `key`, a config key such as `optimizer.lr`; in a component, its
-    field, to which `build` adds the group. If `got` is `ABSENT`, the message shows no value.
+    Args:
+        key: the config key, such as `optimizer.lr`; in a component, its field, to which `build` adds the group.
+        got: the value of the key; `ABSENT` if the message should show no value.
+        why: why the value is invalid.
+        remedy: what to type instead.
     """
 
     def __init__(self, key: str, got: object, why: str, remedy: str):

@@ -35,9 +35,11 @@ T = TypeVar("T")
 class Workers:
     """Processes that load batches, for several iterations at once. They start in the first one, and end in `close`.
 
-    If their `count` is 0, the process that reads loads the batches. `timeout` is in seconds, for a batch; `ahead` the
-    number of batches that each process loads in advance. Each gets the user's `functions` that load batches once; see
-    `shared`.
+    Args:
+        count: number of processes; with none, the process that reads loads the batches.
+        timeout: seconds to wait for a batch.
+        ahead: number of batches that each process loads in advance.
+        functions: functions of the user that load batches. Each process gets them once; see `shared`.
     """
 
     def __init__(self, count: int, timeout: float = 120, ahead: int = 2, functions: Sequence[Callable] | None = None):

@@ -85,9 +85,15 @@ class Parallel:
     def accumulate(self, model: torch.nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> BatchSums:
         """Run the forward and the backward pass of a micro-batch, and add its weighted gradients to `grad`.
 
-        `batch` is what the workload's `batches` yielded for `micro`. If the step is logged, as `log_due` says, the mode
-        may measure it. Returns the sums of `workload.train_metrics` over the micro-batch, float32 [num_metrics], on the
-        device; a rank without the loss, as in a pipeline, returns zeros.
+        Args:
+            model: the model that `place` returned.
+            batch: the samples of `micro`, as yielded by the workload's `batches`.
+            micro: the micro-batch.
+            log_due: whether this step is logged; if so, the mode may measure it.
+
+        Returns:
+            The sums of `workload.train_metrics` over the micro-batch: float32 [num_metrics], on the device. A rank
+            without the loss, as in a pipeline, returns zeros.
         """
         workload, precision = self._session.workload, self._session.precision
         with timer.section("forward"), precision.autocast():

@@ -20,9 +20,13 @@ from runner.workloads.base import Workload
 class Session:
     """What one process knows of its run: its devices, its part of the work, and how long the run is.
 
-    A session has no reference to the `Run`, so that parallel modes depend on nothing else of it. `num_steps` is 0 if
-    nothing is trained. There is an evaluation every `eval_every` and a checkpoint every `save_every` steps; with 0,
-    only at the end. `steps_per_epoch` is None if the workload has no epochs.
+    A session has no reference to the `Run`, so that parallel modes depend on nothing else of it.
+
+    Args:
+        plan: which samples are in the micro-batches of this process, and from which seeds it draws.
+        num_steps: number of optimizer steps of the whole run; 0 if nothing is trained.
+        eval_every, save_every: number of steps between evaluations, and between checkpoints; 0: only at the end.
+        steps_per_epoch: number of steps of one pass over the training data; None if the workload has no epochs.
     """
 
     collectives: Collectives

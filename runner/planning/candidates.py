@@ -55,11 +55,16 @@ Overrides = tuple[str, ...]
 class Candidate:
     """A way to train a run, and what is known of it.
 
-    The `overrides`, none for the baseline, are added to those of the run, which gives `run`; None if it is refused.
-    `results` is how they affect the results, a key of `RESULTS`. `status` is `measured`, `not tried`, or that of a
-    `TrialError`, for the `reason`. `startup_seconds` pass until the first step is done, with the compilation of the
-    model. `memory_bytes` is the sum of the peaks of all processes, `seconds` the time of a step in each round, and
-    `ratios` that time divided by the baseline's in the same round; empty for the baseline.
+    Args:
+        overrides: the overrides to add to those of the run; empty for the baseline.
+        run: the run with these overrides; None if it is refused.
+        results: how the candidate affects the results of the run, a key of `RESULTS`; empty if the run is refused.
+        status: `measured`, `not tried`, or the `status` of a `TrialError`.
+        reason: why it was not measured.
+        startup_seconds: seconds until its first step was done; it includes the compilation of the model.
+        memory_bytes: sum of the peak memory of its processes.
+        seconds: the seconds of an optimizer step in each round.
+        ratios: the same, divided by the seconds of a step of the baseline in the same round; empty for the baseline.
     """
 
     overrides: Overrides

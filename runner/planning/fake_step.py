@@ -43,10 +43,12 @@ _TRACED = 3
 class RankPlan(NamedTuple):
     """The memory, the operations and the messages of a training step of one rank.
 
-    In bytes by kind of tensor, `peak` is the memory when it is largest in the step, and `kept` that between steps;
-    `placed` is the largest before the first step, while the model is created and placed. `saved` is what each tensor of
-    the model, by name, and its optimizer state add to a checkpoint. `blocks` are those of the network on this rank;
-    `normalizes` says whether the network has batch normalization.
+    Args:
+        peak, kept: bytes of tensors by kind, at the moment of the step when their total is largest, and between steps.
+        placed: the largest memory of tensors in bytes before the first step, while the model is created and placed.
+        saved: the bytes that each tensor of the model, by name, and its optimizer state add to a checkpoint.
+        blocks: names of the blocks of the network that are on this rank.
+        normalizes: whether the network has batch normalization.
     """
 
     rank: int

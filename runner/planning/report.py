@@ -41,11 +41,13 @@ def report_of(run: Run, session: Session, ranks: Sequence[RankPlan], num_devices
     """Return the plan of a run as plain values, which can be written as JSON.
 
     `ranks` are the memory and the costs of a step on each rank; `num_devices` is None for the devices of this machine.
-    In the result, each of `ranks` has as `samples` the start and stop of its samples in a batch, and all memory in
-    bytes: `peak_bytes`, the maximum; `placed_bytes`, the maximum before the first step; `peak` and `kept`, by kind, at
-    the peak of a step and between two steps. In `host`, None if `num_devices` is given, `tensor_bytes` is what the
-    tensors of all processes need on a CPU, or those of the process that needs most on its GPUs. The caller may set
-    `memory_bytes`, `fits` and `remedies`.
+
+    Returns:
+        A dict. In `ranks`, `samples` is the start and stop of the rank's samples in a batch, and all memory is in
+        bytes: `peak_bytes`, the maximum; `placed_bytes`, the maximum before the first step; `peak` and `kept`, by kind,
+        at the peak of a step and between two steps. In `host`, which is None if `num_devices` is given, `tensor_bytes`
+        is what the tensors of all processes need on a CPU, or those of the process that needs most on its GPUs.
+        `memory_bytes` and `fits` are None, and `remedies` is empty; the caller may set them.
     """
     steps, epoch, plan = session.num_steps, session.steps_per_epoch, session.plan
     checkpoint = sum({name: size for rank in ranks for name, size in rank.saved.items()}.values())

@@ -39,10 +39,12 @@ _COLLECTIVES = {
 class Costs:
     """The floating-point operations and the messages of one process.
 
-    `flops` are those of matrix products, convolutions and attention, as in `torch.utils.flop_counter`; a multiplication
-    and an addition are two. `backward_flops`, of backward passes, include forward passes that are recomputed there.
-    `messages` has, for each collective and `send`, the number of calls and the sum of their bytes: those of the input
-    or the output, whichever is larger. Receives and barriers do not count.
+    Args:
+        flops: floating-point operations of matrix products, convolutions and attention, as in
+            `torch.utils.flop_counter`; a multiplication and an addition are two.
+        backward_flops: those of backward passes, including forward passes that are recomputed there.
+        messages: for each collective, and `send`, the number of calls and the sum of their bytes: those of the input or
+            the output, whichever is larger. Receives and barriers do not count.
     """
 
     flops: int = 0

@@ -53,11 +53,14 @@ BUDGET_SPENT = "the budget is spent: a larger --budget measures more"
 
 
 class Search:
-    """The search for the fastest candidate, which may take `budget` seconds.
+    """The search for the fastest candidate.
 
-    `judge` returns the candidate with the given overrides, as `Candidates.judged` does. `start` starts a trial of one
-    that may take so many seconds, or raises `TrialError`. Candidates may also have the kinds of effect in `RESULTS`
-    that are `allowed` in addition to `ALLOWED`. `report` is called with a line about each that has been tried.
+    Args:
+        judge: returns the candidate with the given overrides, as `Candidates.judged` does.
+        start: starts a trial of a candidate, which may take the given number of seconds, or raises TrialError.
+        budget: seconds that the search may take.
+        allowed: the kinds of effect in `RESULTS` that a candidate may have, in addition to those in `ALLOWED`.
+        report: called with a line about each candidate that has been tried.
     """
 
     def __init__(

@@ -41,9 +41,10 @@ _SHOWN = 5  # differences that a message mentions
 class Claim:
     """The run directory `path`, which is absolute, with its open lock file.
 
-    Unless it `has_run`, it is empty, or a run was killed before it wrote its config. `result` has the values of the
-    `Result` of a run that has no steps left to do. `begin`, which any process may call, writes once that a session with
-    steps to do has begun.
+    Args:
+        has_run: whether there is a run in it; otherwise, it is empty, or a run was killed before it wrote its config.
+        result: the values of the `Result` of the run if it has no steps left to do; otherwise None.
+        begin: writes, once, what says that a session with steps to do has begun; it may be called in any process.
     """
 
     path: Path
@@ -235,7 +236,8 @@ def _check_checkpoint(claim: Claim, run: Run, session: Session) -> None:
 def _unfinished(run: Run, parent: Path) -> Claim | None:
     """Claim the newest unfinished run in `parent` with the config of `run`, or log in what the newest differs.
 
-    Raises `ConfigError` if the only ones with that config are running.
+    Raises:
+        ConfigError: if the only ones with that config are running.
     """
     newest, running = None, None
     for path in reversed(run_directory.readable_entries(parent)):

@@ -38,8 +38,9 @@ _SAVE_ONE = "let the run save one (keep=1 or more), or name another run"
 class Part:
     """A piece of a rank's state that never changes: a file of its own, which later checkpoints share by a hard link.
 
-    `write` writes it to an open file. Until `written` is set, after that or its failure, the memory must not be
-    changed.
+    Args:
+        write: function that writes the content to an open file.
+        written: set once the content was written, or that failed; until then, the memory must not be overwritten.
     """
 
     write: Callable[[BinaryIO], object]
@@ -48,12 +49,16 @@ class Part:
 
 @dataclass
 class Checkpoint:
-    """The content of one checkpoint, after `step` optimizer steps.
+    """The content of one checkpoint.
 
-    `tensors` are the full tensors of the model, by name, and `ema` those with averaged weights, if the run averages
-    them. All ranks have the same `state`; `local` is that of this rank, empty if the checkpoint has none. `parts` are
-    further state of this rank to save, by name, which stands for the same content in a whole run; `part_files` are the
-    files of those of a loaded checkpoint, whose hashes are correct.
+    Args:
+        step: number of optimizer steps done.
+        tensors: the full tensors of the model, by parameter or buffer name.
+        state: the state that is the same on all ranks.
+        local: the state of this rank; empty if the checkpoint has no state for this rank.
+        ema: as `tensors`, but with averaged weights; empty if the run does not average the weights.
+        parts: further state of this rank to save, by name; a name stands for the same content in a whole run.
+        part_files: the files of the parts of a loaded checkpoint, by name, whose hashes are correct.
     """
 
     step: int

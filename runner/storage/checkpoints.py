@@ -40,12 +40,17 @@ _LEFTOVER = re.compile(r"tmp\.step_[0-9]{8,}|step_[0-9]{8,}\.pruned[0-9]*")
 
 
 class Checkpoints:
-    """The checkpoints of the run in `directory`.
+    """The checkpoints of one run directory.
 
-    The `keep` newest ones are kept in addition to the best one, at least one. All ranks, whose number is `world_size`,
-    must call `save`; `barrier` returns once all have called it, and rank 0 waits `timeout` seconds for the files of the
-    others. `texts` are functions that return the texts of further files, by name; a thread calls them. One without text
-    is not written.
+    Args:
+        directory: the run directory.
+        keep: number of newest checkpoints to keep in addition to the best one; 0 is treated as 1.
+        rank: the rank of this process.
+        world_size: the number of ranks, all of which must call `save`.
+        barrier: function that returns once all ranks have called it.
+        timeout: seconds that rank 0 waits for the files of the other ranks.
+        texts: functions that return the texts of further files, by name; a file without text is not written. They are
+            called by a thread.
     """
 
     def __init__(

@@ -45,18 +45,25 @@ def console_file(path: Path, number: int) -> Path:
 class Ledger:
     """The ledger of a sweep, which is stored in the file `sweep.json`. Credentials are not stored.
 
-    With `resume=auto`, the newest unfinished sweep with the overrides `typed` in `root`, which has all sweeps of the
-    same `name`, is resumed, if there is one; if it `is_search`, also a complete one, as it may have more trials now.
-    Otherwise, a new sweep is created. This class is a context manager, which locks the sweep's directory, `path`: only
-    one process at a time can run the sweep. If the sweep is new and none of its jobs has run, its directory is removed
-    at the end.
+    With `resume=auto`, the newest unfinished sweep with the overrides `typed` is resumed, if there is one. Otherwise, a
+    new sweep is created. This class is a context manager, which locks the sweep's directory: only one process at a time
+    can run the sweep. If the sweep is new and none of its jobs has run, its directory is removed at the end.
 
-    The attribute `typed` has the overrides that identify the sweep, canonical and sorted, and `jobs` the entry of each
-    job that was started or refused, by number (see `runner.storage.ledger_file`). The caller sets `num_jobs`, and
-    resets `complete`, whether no job has to be run again, when a search continues.
+    Args:
+        typed: the overrides on the command line; the attribute has those that identify the sweep, canonical and sorted.
+        root: the directory that contains all sweeps with the same value of the config key `name`.
+        resume: `auto` or `never`.
+        is_search: whether it is a search, which is resumed also if it is complete, as it may have more trials now.
 
-    Raises `ConfigError` if `resume` is neither `auto` nor `never`, another process runs this sweep, the ledger is
-    damaged, or the sweep's directory contains a link or cannot be created, locked or written to.
+    Attributes:
+        path: the directory of the sweep.
+        jobs: the entry of each job that was started or refused, by number; `runner.storage.ledger_file` has its keys.
+        num_jobs: the number of all jobs; 0 until the caller sets it.
+        complete: whether no job has to be run again; the caller resets it when a search continues.
+
+    Raises:
+        ConfigError: if `resume` is neither `auto` nor `never`, another process runs this sweep, the ledger is damaged,
+            or the sweep's directory contains a link or cannot be created, locked or written to.
     """
 
     def __init__(self, typed: Iterable[str], root: Path, resume: str, is_search: bool = False):

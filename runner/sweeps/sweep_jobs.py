@@ -55,13 +55,17 @@ class SweepJobs:
     """All combinations of the values that the user listed in the overrides of a sweep.
 
     Entries of `hydra.sweeper.params` in an option file count as overrides, too. If a key has several, the last counts.
-    The attribute `engine` has the options of the sweep itself; `dimensions` the keys that the jobs set, with their
-    values, where paired keys form one dimension; and `common` the overrides of `output_root` and `resume`, the same for
-    all jobs.
 
-    Raises `ConfigError` if there are more than `MAX_JOBS` combinations, a key has no value or the same value twice, an
-    interval or paired values are invalid, a paired key is also set by another override, or one of `SHARED_KEYS` has
-    several values; this, `HydraException` or `OmegaConfBaseException` if the sweep's config cannot be composed.
+    Attributes:
+        engine: the options of the sweep itself.
+        dimensions: the keys that the jobs set, each with its values; paired keys form one dimension.
+        common: the overrides of `output_root` and `resume`, which are the same for all jobs.
+
+    Raises:
+        ConfigError: if there are more than `MAX_JOBS` combinations, a key has no value or the same value twice, an
+            interval or paired values are invalid, a paired key is also set by another override, or one of
+            `SHARED_KEYS` has several values.
+        ConfigError, HydraException, OmegaConfBaseException: if the config of the sweep cannot be composed.
     """
 
     def __init__(self, composer: Composer, overrides: list[str]):
@@ -188,10 +192,14 @@ class Planner:
     Composing a config takes 50 ms. Therefore, the planner composes only one config for all jobs with the same overrides
     of config groups and devices (`parallel.…`, `device.…`). Later, the command of each job composes the job's config.
 
-    `config` is that of the first job that can run, or is refused because of a swept key, of which other values may be
-    accepted. The caller sets `path`, the directory of the sweep, before it calls `plan`. Raises `ConfigError`,
-    `HydraException` or `OmegaConfBaseException` if no job can run with any options of the swept groups, or one of these
-    options does not exist.
+    Attributes:
+        config: the config of the first job that can run, or is refused because of a swept key, of which other values
+            may be accepted.
+        path: the directory of the sweep. It must be set before `plan` is called.
+
+    Raises:
+        ConfigError, HydraException, OmegaConfBaseException: if no job can run with any options of the swept groups, or
+            one of these options does not exist.
     """
 
     def __init__(self, jobs: SweepJobs, config_dir: str | None):

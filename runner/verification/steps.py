@@ -47,9 +47,11 @@ numbers than a single device, so this config is expected to differ. Without drop
 class Steps:
     """A record of the first steps of a run: the samples on which they trained, and the tensors that they computed.
 
-    `samples` are, for each step, the sorted hashes of those of all processes, or empty. `tensors`, by kind (see `KINDS`
-    in `verdict`) and then by name, are empty if the run diverged; then `diverged` says which value was not finite. If
-    the results are expected to differ from those of a single device, `expected` says why.
+    Args:
+        samples: for each step, the sorted hashes of the samples of all processes; an empty list if there are none.
+        tensors: the tensors by kind (see `KINDS` in `verdict`), and then by name; empty if the run diverged.
+        expected: why the results are expected to differ from those of a single device; empty if they are not.
+        diverged: which value was not finite; empty if all were.
     """
 
     samples: list[list[str]] = field(default_factory=list)

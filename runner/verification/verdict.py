@@ -54,12 +54,17 @@ class Pair(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A line of the table: how the tested run differs from the reference in one kind of tensor, `what`.
+    """One line of the table: the differences between the tested run and the reference for one kind of tensor.
 
-    `exact` is the difference in float64, None if the device does not support it, and `configured` that in the precision
-    of the config, None if this is float64. `rounding`, the error of the reference, is its difference between the two
-    precisions, 0 if one is missing. `exact_limit` and `limit` are the largest acceptable `exact` and `configured`;
-    without float64, or if the reference is noisy, `tolerance`, which is stricter, replaces `limit`.
+    Args:
+        what: the kind of tensor, for example `gradients`.
+        exact: the difference in float64; None if the device does not support float64.
+        configured: the difference in the precision of the config; None if this precision is float64.
+        rounding: the rounding error of the reference: the difference between the reference in the precision of the
+            config and in float64; 0 if one of them is missing.
+        limit: the largest acceptable size of `configured`.
+        tolerance: a stricter limit, which replaces `limit` without float64, or if the reference is noisy.
+        exact_limit: the largest acceptable size of `exact`.
     """
 
     what: str
