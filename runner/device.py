@@ -59,7 +59,10 @@ class Device:
         check(not self.indices, "indices", self.indices, why, "leave device.indices=[]")
 
     def resolve_all(self) -> list[torch.device]:
-        """Return the devices of `index` or `indices`, all visible ones, or the CPU; `ConfigError` if one is absent."""
+        """Return the devices to compute on: those that `index` or `indices` selects, all visible ones, or the CPU.
+
+        Raises `ConfigError` if a requested device is not available.
+        """
         kind = self.resolved_kind()
         if kind == "cpu":
             self.check_unnumbered()

@@ -20,7 +20,10 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Precision:
-    """float32 without TF32, and the base class; parameters and checkpoints are float64 with `64`, else float32."""
+    """float32 without TF32, and the base class of all precisions.
+
+    Parameters and checkpoints are float32 in every precision but `64`, where they are float64.
+    """
 
     description: ClassVar[str] = "float32"
 

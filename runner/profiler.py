@@ -28,7 +28,10 @@ class Profiler:
 
     @contextmanager
     def profile(self, directory: Path, *devices: torch.device) -> Iterator[None]:
-        """Profile steps on `devices` in the context, and write `profile/` in `directory`, even after an error."""
+        """Profile the code inside the context, and write the results to `profile/` in `directory`, even after an error.
+
+        `devices` are those on which this process computes the steps.
+        """
         yield
 
     def after_step(self, step: int) -> None:

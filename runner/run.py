@@ -162,7 +162,10 @@ class Run:
 
     @contextmanager
     def settings(self, device: torch.device) -> Iterator[None]:
-        """A context with the run's flags of torch (see `Device.settings`) and its data workers, which end with it."""
+        """A context in which torch's global flags are those of the run (see `Device.settings`), and data may be read.
+
+        The data workers end with it.
+        """
         settings = self.device.settings(device, self.deterministic, self.workload.num_data_workers)
         with settings, closing(self.workload):
             yield

@@ -113,7 +113,10 @@ class State:
         self._save_soon = True
 
     def agree(self, interrupted: bool) -> tuple[bool, bool]:
-        """On every rank, return whether any is `interrupted`, and whether a hook asks to save; take over its `stop`."""
+        """Return whether any rank is `interrupted`, and whether a hook of any asks to save; take over its `stop`.
+
+        Called on every rank.
+        """
         if not self.session.collectives.any_rank(interrupted or self._save_soon or bool(self._stop_reason)):
             return False, False
         found = self.session.collectives.all_gather((interrupted, self._save_soon, self._stop_reason))
@@ -149,7 +152,10 @@ class State:
             prune(self.checkpoints.root, keep=None)  # here, as a run that has no step left does not save again
 
     def load(self, checkpoint: Checkpoint) -> None:
-        """Load `checkpoint`, on every rank; `ConfigError` if it does not fit, with a part of it perhaps loaded."""
+        """Load the state that is in `checkpoint`; called on every rank.
+
+        Raises `ConfigError` if the content does not fit this run. A part of the content may have been loaded.
+        """
         try:
             self._load(checkpoint)
         except CONTENT_ERRORS as error:
@@ -264,7 +270,10 @@ class State:
         return True
 
     def result(self, status: str, error: str) -> Result:
-        """Return the result up to the current step; called on every rank, unless the run crashed."""
+        """Return the result of the run up to the current step, with the given `status` and `error`.
+
+        Called on every rank, unless the run crashed.
+        """
         session, step_timer = self.session, self.step_timer
         step_seconds = quantiles(step_timer.steady())
         rule = self.stopping.reason or self.out_of_time

@@ -107,7 +107,10 @@ def did_you_mean(word: str, known: Iterable[str], before: str = "") -> str:
 
 @contextmanager
 def errors_under(key: str) -> Iterator[None]:
-    """Put `key` before that of a `ConfigError` in the context: `lr` becomes `optimizer.lr`, and an empty one `key`."""
+    """Add the prefix `key` to the key of a `ConfigError` raised inside the context: `lr` becomes `optimizer.lr`.
+
+    An empty key becomes `key`.
+    """
     try:
         yield
     except ConfigError as error:

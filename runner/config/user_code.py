@@ -114,7 +114,10 @@ def using(code: UserCode) -> Iterator[UserCode]:
 
 
 def passed(overrides: Iterable[str] = (), **parts: Any) -> UserCode:
-    """Return the code a caller passes, in `parts` and files in `overrides`; `ConfigError` if one does not exist."""
+    """Return the code that a caller passes: `parts` that are not None, and the files in `overrides`.
+
+    Raises `ConfigError` if there is no such part or file.
+    """
     for part in parts:
         check(part in PARTS, part, ABSENT, "there is no such argument;", did_you_mean(part, PARTS))
     return UserCode({part: value for part, value in parts.items() if value is not None}, typed_files(overrides))
@@ -191,7 +194,10 @@ def check_given(named: Mapping[str, Any], source: str) -> None:
 
 
 def find(part: str) -> Any:
-    """Return what is given as `part`, or None; `ConfigError` if its file cannot be executed or lacks the name typed."""
+    """Return what is given as `part`; None if nothing is.
+
+    Raises `ConfigError` if a file cannot be executed, or does not define the name that was typed.
+    """
     if part in _given.objects:
         return _given.objects[part]
     file = _given.files.get(part) or _given.files.get("workload")

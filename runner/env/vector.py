@@ -74,7 +74,10 @@ class Pixels(NamedTuple):
         return self.stack * channels, height, width
 
     def stacked(self, before: np.ndarray, images: np.ndarray, restarted: np.ndarray) -> np.ndarray:
-        """Return, as a new array, the observations after those `before`, given new images and which `restarted`."""
+        """Return the observations that follow those `before`, as a new array, given the new images [n, …].
+
+        `restarted`, bool [n], is True where a new episode begins.
+        """
         frames = images.transpose(self.axes) if self.axes else images[:, None]
         frames = frames.astype(np.uint8)
         if self.stack == 1:

@@ -27,7 +27,10 @@ def encode(value: Any) -> bytes:
 
 
 def decode(message: bytes) -> Any:
-    """Return the value encoded as `message`, tensors on the CPU, or raise `ValueError`; no code in it is executed."""
+    """Return the value that was encoded as `message`, with tensors on the CPU; raise a `ValueError` for any other.
+
+    No code of the sender is executed.
+    """
     try:
         return torch.load(io.BytesIO(message), map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:

@@ -45,7 +45,10 @@ class Objective(NamedTuple):
     best: bool  # whether the best values of the jobs are compared, and not their last ones
 
     def value(self, result: dict[str, Any]) -> float:
-        """Return the value in the result of a job that is done, NaN if undefined; `ConfigError` if not measured."""
+        """Return the value in the result of a job that is done; raise a ConfigError if the job did not measure it.
+
+        It is NaN if the metric was not defined.
+        """
         measured, best = result.get("metrics", {}), result.get("best") or {}
         value = best["value"] if self.best and best.get("metric") == self.tag else measured.get(self.tag, "")
         value = math.nan if value is None else value

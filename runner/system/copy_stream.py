@@ -39,7 +39,10 @@ class NoCopy:
 
 
 class CopyStream(NoCopy):
-    """A stream for copies to `target`; the host waits for memory that is not pinned. Tests replace the `backend`."""
+    """A stream for copies from host memory to the accelerator `target`.
+
+    The host waits for a copy if the memory is not pinned. `backend` is torch, or a substitute in tests.
+    """
 
     def __init__(self, target: torch.device, backend: Any = torch):
         self.target, self.backend = target, backend

@@ -80,7 +80,10 @@ def _quota_cores() -> float | None:
 
 
 def cgroup_limits(*names: str) -> Iterator[list[str]]:
-    """Yield the words in the files `names` of this process's control group (version 2) and its ancestors, if any."""
+    """Yield the words in the files `names` of this process's control group (version 2), then of each ancestor.
+
+    Control groups that have none of the files are skipped.
+    """
     for line in _lines(_PROC / "self" / "cgroup"):
         if line.startswith("0::"):  # the others are of version 1
             group = _CGROUP / line.removeprefix("0::/")

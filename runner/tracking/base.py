@@ -37,7 +37,10 @@ class Tracker:
         """Log the scalars in `values` by tag. `step` is the number of completed optimizer steps."""
 
     def images(self, images: dict[str, torch.Tensor], step: int) -> None:
-        """Log RGB images, uint8 [3, height, width], and animations [frames, 3, height, width] by tag, on any device."""
+        """Log RGB images, uint8 [3, height, width], and animations, uint8 [frames, 3, height, width], by tag.
+
+        They are on any device.
+        """
 
     def texts(self, texts: dict[str, str], step: int) -> None:
         """Log preformatted texts by tag, for the optimizer step `step`."""

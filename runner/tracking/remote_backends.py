@@ -132,7 +132,10 @@ class Trackio(RemoteTracker):
 
 @dataclass
 class Wandb(RemoteTracker):
-    """Logs to Weights & Biases, with optimizer steps as the x-axis (https://docs.wandb.ai/ref/python/)."""
+    """A tracker that logs to Weights & Biases, with optimizer steps as the x-axis.
+
+    https://docs.wandb.ai/ref/python/
+    """
 
     package: ClassVar[str] = "wandb"
     destinations: ClassVar[tuple[str, ...]] = ("mode",)

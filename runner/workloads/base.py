@@ -224,7 +224,10 @@ class Workload(ABC):
 
 
 def check_metrics(workload: Workload, measured: Collection[str] | None = None) -> None:
-    """Check that `best` and `eval_metrics` agree, and that the evaluation, if there was one, has `measured` them."""
+    """Raise `ConfigError` unless `best` and `eval_metrics` of `workload` agree, and an evaluation has `measured` them.
+
+    Before the first evaluation, `measured` is None.
+    """
     (metric, goal), listed, name = workload.selection, workload.eval_metrics(), type(workload).__name__
     if listed.get(metric) != goal or not {*listed.values()} <= {"min", "max"}:
         why = f"best of {name} is {(metric, goal)}, and its eval_metrics() returns {listed}"

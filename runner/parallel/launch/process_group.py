@@ -107,7 +107,10 @@ _gloo_connections: list[int] = []
 
 
 def _connections() -> set[int]:
-    """Return the file descriptors of TCP connections; gloo would crash if a socket in which it listens were closed."""
+    """Return the file descriptors of the TCP connections of this process, without listening sockets.
+
+    Gloo would crash if the socket in which it listens were shut down.
+    """
     found = psutil.Process().net_connections("tcp")
     return {each.fd for each in found if each.status == psutil.CONN_ESTABLISHED}
 

@@ -60,7 +60,10 @@ class ProcessEngine:
         return self._loss(outputs, targets)
 
     def train(self, inputs: torch.Tensor | None, targets: torch.Tensor | None, loss: Loss) -> None:
-        """Run the passes of all chunks; only the first stage's process needs `inputs`, only the last's `targets`."""
+        """Run the forward and backward passes of all chunks.
+
+        The `inputs` of all chunks are needed in the process of the first stage, their `targets` in that of the last.
+        """
         self._loss = loss
         # As in the example given to torch: inputs must be contiguous, and only the last stage takes targets.
         taken = (inputs.contiguous(),) if self.has_first and inputs is not None else ()
@@ -188,7 +191,10 @@ class StreamEngine:
 
 
 def clock(num_micros: int, num_stages: int) -> Iterator[tuple[int, int]]:
-    """Yield all computations (micro-batch, stage) in the host's order, at most one per stage in a clock cycle."""
+    """Yield the indices (micro-batch, stage) of all computations, in the order in which the host queues them.
+
+    In each clock cycle, a stage computes at most one micro-batch.
+    """
     for tick in range(num_micros + num_stages - 1):
         for stage in range(num_stages):
             if 0 <= tick - stage < num_micros:

@@ -151,7 +151,10 @@ def balanced(seconds: Sequence[float], count: int) -> list[int]:
 
 
 class BlockProfile(NamedTuple):
-    """The time of a block's two passes, 0.0 if not measured, and the form of its output; `shape` is one sample's."""
+    """The time of a block's forward and backward pass, 0.0 if it was not measured, and the form of its output.
+
+    `shape` is that of one sample.
+    """
 
     name: str
     seconds: float
