@@ -178,9 +178,12 @@ class Plan:
 
 
 class SampleOrder:
-    """The stream of sample indices: a new permutation of `num_samples` for every epoch, determined by (seed, epoch).
+    """The stream of sample indices: a new permutation for every epoch, determined by (seed, epoch).
 
-    The indices are on `device`, to which each permutation, always drawn on the CPU, is copied once.
+    Args:
+        num_samples: number of samples per epoch.
+        seed: the seed for the permutations.
+        device: device of the indices, to which the permutation, always drawn on the CPU, is copied once per epoch.
     """
 
     def __init__(self, num_samples: int, seed: int, device: torch.device | str = "cpu"):

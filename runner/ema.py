@@ -49,8 +49,10 @@ class Ema:
 class Average:
     """The average of the trainable parameters: the state of an optimizer, which modes can shard, gather and save.
 
-    Without a `decay`, there is none, and evaluations use the weights of the model itself. The attribute `optimizer` has
-    the averages, as the state of the weights.
+    Without a `decay`, there is none, and evaluations use the weights of the model itself.
+
+    Attributes:
+        optimizer: it has the averages, as the state of the weights.
     """
 
     def __init__(self, model: torch.nn.Module, decay: float | None):

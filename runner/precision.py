@@ -65,10 +65,14 @@ class Precision:
     ) -> torch.Tensor | None:
         """Unscale and clip the gradients, update the parameters, and set the gradients to None.
 
-        `clip` clips the gradients and returns their norm before; None for no clipping. `combine_overflow` sets an
-        overflow flag, in place, to its maximum over the ranks, if they hold the gradients of different parameters; None
-        if they do not, or torch combines the flags. Returns the norm before clipping, a scalar on the device; None if
-        `clip` is None and there is no loss scaling.
+        Args:
+            optimizer: the optimizer of the parameters.
+            clip: function that clips the gradients and returns their norm before; None for no clipping.
+            combine_overflow: function that sets an overflow flag, in place, to its maximum over the ranks, if they hold
+                the gradients of different parameters; None if they do not, or torch combines the flags.
+
+        Returns:
+            The norm before clipping, a scalar on the device; None if `clip` is None and there is no loss scaling.
         """
         norm = clip() if clip is not None else None
         optimizer.step()

@@ -30,7 +30,9 @@ class Profiler:
     def profile(self, directory: Path, *devices: torch.device) -> Iterator[None]:
         """Profile the code inside the context, and write the results to `profile/` in `directory`, even after an error.
 
-        `devices` are those on which this process computes the steps.
+        Args:
+            directory: the run directory.
+            devices: the devices on which this process computes the steps.
         """
         yield
 

@@ -37,9 +37,13 @@ log = logging.getLogger(__name__)
 class State:
     """The training state of a run: what changes while it trains.
 
-    `model` is what the `place` of the parallel mode returned. `model_description` and `model_table` are the whole model
-    in a line, and its blocks in a table, for the log; `forward_flops` the floating-point operations of a forward pass
-    of one sample, 0 if they are not known.
+    Args:
+        run, session: the options, and the process with its part of the work, which do not change.
+        directory: the run directory.
+        model: the model, as returned by the parallel mode's `place`.
+        optimizer: optimizer of the model's parameters.
+        model_description, model_table: the whole model in a line, and its blocks in a table, for the log.
+        forward_flops: the floating-point operations of a forward pass of one sample; 0 if they are not known.
     """
 
     def __init__(

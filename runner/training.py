@@ -50,10 +50,17 @@ TakeStep = Callable[[State, Iterator[Any], Step, bool], torch.Tensor | None]
 def train(run: Run, session: Session, directory: Path, begin: Callable[[], None] = lambda: None) -> Result:
     """Train one run until it is done, stopped, or diverged, and return its result; called on every rank.
 
-    Rank 0 calls `begin`, which writes the config to the directory of a run that is resumed, once no rank has refused
-    the config or the checkpoint to resume from. Raises `ConfigError` if the model, the optimizer or the data do not fit
-    these, or torch cannot train the config; `CrashedError`, with the result up to the last completed step, if the
-    training loop raises any other error.
+    Args:
+        run: the options.
+        session: this process, and its part of the work.
+        directory: the run directory.
+        begin: function that rank 0 calls once no rank has refused the config or the checkpoint to resume from. It
+            writes the config to the directory of a run that is resumed.
+
+    Raises:
+        ConfigError: if the model, the optimizer or the data do not fit the config or the checkpoint to resume from, or
+            torch cannot train the config.
+        CrashedError: if the training loop raises any other error; it holds the result up to the last completed step.
     """
     writes = session.rank == 0
     with run.settings(session.device):

@@ -34,9 +34,14 @@ log = logging.getLogger(__name__)
 def run_one(run: Run, overrides: list[str], directory: Path | None = None, print_end: bool = False) -> Result:
     """Check and train `run`, write `result.json`, and return the result, even if training crashed.
 
-    `overrides`, which are already applied to the config of the run, are saved in its directory. This is `directory`; if
-    that is None, a new one in `output_root`, or the one that `resume` determines. With `print_end`, what became of the
-    run and what to type next are printed. Raises `ConfigError` if the config cannot run; no files are left behind.
+    Args:
+        run: the run.
+        overrides: the overrides that are already applied to the run's config; they are saved in the run directory.
+        directory: where to train; None: in a new directory in `output_root`, or in the one that `resume` determines.
+        print_end: whether to print what became of the run, and what to type next.
+
+    Raises:
+        ConfigError: if the config cannot run; no files are left behind.
     """
     root = Path(run.output_root) / run.name
     parent, name = (root, None) if directory is None else (directory.parent, directory.name)

@@ -56,10 +56,13 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--checkpoint", metavar="best|last|STEP", default=default, help="which one (default: best)")
 
     def parsed(self, arguments: Sequence[str] | None = None) -> argparse.Namespace:
-        """Return the flags of a command line and, if the subcommand takes them, the lists `overrides` and `paths`.
+        """Return the flags and, if the subcommand takes them, the lists `overrides` and `paths`.
 
-        By default, the `arguments` are those of `sys.argv`. Raises `ConfigError` for an unknown flag, a flag with an
-        invalid value, or a word that is not a valid override.
+        Args:
+            arguments: the words of the command line; None: those of `sys.argv`.
+
+        Raises:
+            ConfigError: for an unknown flag, a flag with an invalid value, or a word that is not a valid override.
         """
         if self._takes_overrides:
             more = ", or a directory with runs" * self._takes_paths

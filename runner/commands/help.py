@@ -17,8 +17,9 @@ _KEY = re.compile(r" *[\w.]+: .*#")
 def help_text(config_dir: str | None = None, words: Sequence[str] = ()) -> str:
     """Return the help text: the subcommands, every config group with its options, and every root key.
 
-    The options in `config_dir`, that of the flag if it was typed, are also listed, and the keys of those that `words`,
-    the command line, chooses.
+    Args:
+        config_dir: the directory of `--config-dir`, whose options are also listed; None if the flag was not typed.
+        words: the command line. The keys of the options that it chooses are also listed.
     """
     files = option_files(*([Path(os.path.expanduser(config_dir))] if config_dir else []))
     lines = [

@@ -176,9 +176,12 @@ def with_several_trackers(overrides: Iterable[str]) -> Iterator[str]:
 def register_saved(config: Mapping[str, Any], groups: Collection[str], absent: Collection[str]) -> str:
     """Register the config of a saved run with Hydra as a root config, and return the name of this root config.
 
-    It has no references (`${…}`), which Hydra must not resolve. Each component becomes an option of its group, one of
-    `groups`. An optional group, such as `local`, gets no option, nor do those of the groups `absent` that `config`
-    lacks; others get their default.
+    Each component becomes an option of its group. An optional group, such as `local`, gets no option.
+
+    Args:
+        config: the config, which Hydra must not resolve: without references (`${…}`).
+        groups: the config groups of components.
+        absent: those of the groups for which no option is chosen if `config` has none; others get their default.
     """
     root: Any = OmegaConf.to_container(OmegaConf.load(CONF / "config.yaml"), resolve=False)
     chosen: dict[str, str | None] = {group: _SAVED for group in groups if config.get(group) is not None}

@@ -24,9 +24,13 @@ _INHERITED = ("experiment", "debug")
 def experiment_file(overrides: Iterable[str], comments: Sequence[str], config_dir: str | None = None) -> str:
     """Return the content of an option file for conf/experiment/ with the same effect as `overrides` of a command.
 
-    They may choose options in `config_dir`. Overrides that delete a key are left out, because a file cannot delete
-    keys; `~GROUP` sets the group to null. Those that name Python files are left out, because a file cannot choose code.
-    The file begins with `comments`, lines without `#`.
+    Overrides that delete a key are left out, because a file cannot delete keys; `~GROUP` sets the group to null. Those
+    that name Python files are left out, because a file cannot choose code.
+
+    Args:
+        overrides: the overrides.
+        comments: the lines of the comment at the top of the file, without `#`.
+        config_dir: a directory with the user's own options, which the overrides may choose; None to use only conf/.
     """
     own_groups = option_files(*([Path(config_dir).expanduser()] if config_dir else [])).keys() - groups_in_defaults()
     inherited: dict[str, list[str]] = {group: [] for group in _INHERITED}

@@ -75,7 +75,9 @@ def _no_such_key(error: Exception) -> ConfigError | None:
 def _other_key(key: str, chosen: Collection[str]) -> str:
     """Return a remedy for an unknown key: similar keys, other options that have the key, or all valid keys.
 
-    `chosen` are the keys of the option that is chosen in its config group; empty if they are not known.
+    Args:
+        key: the unknown key, such as `optimizer.lrr`.
+        chosen: the keys of the option that is chosen in its config group; empty if they are not known.
     """
     group, _, name = key.partition(".")
     keys = option_keys(group)

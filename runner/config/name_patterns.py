@@ -32,10 +32,16 @@ def names_to_match(model: torch.nn.Module) -> dict[str, list[str]]:
 
 
 def matching(key: str, pattern: str, names: Mapping[str, Sequence[str]], what: str = "parameter") -> list[str]:
-    """Return the names of the parameters in `names`, of `names_to_match` or some of its items, that `pattern` matches.
+    """Return the names of the parameters that `pattern` matches.
 
-    Raises `ConfigError` if it matches none of them, with the config `key` of the pattern, and `what` they are, such as
-    `trained parameter`.
+    Args:
+        key: the config key of the pattern, for the error message.
+        pattern: the pattern.
+        names: the parameters that `pattern` may match: the result of `names_to_match`, or some of its items.
+        what: which items they are, such as `trained parameter`, for the error message.
+
+    Raises:
+        ConfigError: if the pattern matches no parameter in `names`.
     """
     if found := [name for name, paths in names.items() if any(fnmatchcase(each, pattern) for each in paths)]:
         return found

@@ -28,11 +28,16 @@ Component = TypeVar("Component")
 
 
 def build(node: Mapping[str, Any], base: type[Component], key: str, **parts: object) -> Component:
-    """Build the component that the `_target_` of `node` names, `base` or a subclass, from its values by field name.
+    """Build the component that the `_target_` of `node` names. Unknown keys and values of a wrong type are errors.
 
-    `parts` are the components that it holds, by field name, which must have been built already. Raises `ConfigError`
-    for unknown keys and invalid values, with the full key, such as `optimizer.lr`, if `key`, that of the node, is
-    `optimizer`.
+    Args:
+        node: plain values by field name, and `_target_`, the class as `package.module.Class`.
+        base: the base class of the config group; `_target_` must name this class or a subclass.
+        key: the key of the node in the config, for error messages (`optimizer`).
+        parts: the components that the new component holds, by field name. They must have been built already.
+
+    Raises:
+        ConfigError: if the node is invalid; the error names the full key, for example `optimizer.lr`.
     """
     node = dict(node)
     with errors_under(key):
@@ -66,11 +71,18 @@ def field_types(cls: type) -> Mapping[str, Any]:
 
 
 def load_class(target: object, base: type[Component]) -> type[Component]:
-    """Import and return the class `target`, `package.module.Class`, which must be a dataclass derived from `base`.
+    """Import and return the class `target`, which must be a subclass of `base`.
 
     Only this project and packages with an entry point in the group `runner.components` are imported, so that a config
-    file cannot run arbitrary code, as it could with `hydra.utils.instantiate`. Raises `ConfigError` for other packages,
-    and for what cannot be imported or is abstract.
+    file cannot run arbitrary code, as it could with `hydra.utils.instantiate`.
+
+    Args:
+        target: `package.module.Class`.
+        base: the base class, usually that of a config group.
+
+    Raises:
+        ConfigError: if `target` cannot be imported, is not a concrete dataclass derived from `base`, or belongs to a
+            package that is not trusted.
     """
     where = "_target_"
     if not isinstance(target, str) or "." not in target or "__main__" in target:  # importing that would run a program

@@ -95,10 +95,15 @@ def read_config(path: Path) -> Any:
 
 
 def plain_values(text: str, name: str) -> Any:
-    """Return the values in the YAML text of a file; None if it is empty. References (`${…}`) are not resolved.
+    """Return the values in a YAML text; None if it is empty. References (`${…}`) are not resolved.
 
-    Raises `ConfigError` with the key `name`, the path of the file, if the text cannot be parsed, or has a tag (`!TYPE`)
-    or an alias (`*NAME`), which can make a small text enormous.
+    Args:
+        text: the YAML text.
+        name: the key of an error: the path of the file.
+
+    Raises:
+        ConfigError: if the text cannot be parsed, or has a tag (`!TYPE`) or an alias (`*NAME`), which can make a small
+            text enormous.
     """
     loader, depth = _PythonLoader if "\\ud" in text and len(text) < _MAX_SLOW else _Loader, 0
     try:

@@ -122,8 +122,10 @@ class Env:
     def vector(self, num_envs: int, in_process: bool = False, render_mode: str | None = None) -> Vector:
         """Create environments that are stepped together: a context manager that closes them.
 
-        If `in_process`, they run in this process even if `vectorization` is `async`. The `render_mode` `rgb_array`
-        enables `Vector.render`, and `human` shows a window; None renders nothing.
+        Args:
+            num_envs: number of environments to create.
+            in_process: run the environments in this process even if `vectorization` is `async`.
+            render_mode: `rgb_array` enables `Vector.render`, and `human` shows a window; None renders nothing.
         """
         from runner.env.vector import Vector
 

@@ -114,8 +114,9 @@ class Parallel:
     def evaluate(self, model: torch.nn.Module) -> tuple[dict[str, float], MetricSums]:
         """Evaluate the model, which the caller has put into evaluation mode, on the held-out data.
 
-        Returns the metrics by name, and the sums over all ranks from which they were computed; some modes have the sums
-        only on rank 0.
+        Returns:
+            The metrics by name, and the sums over all ranks from which they were computed; some modes have the sums
+            only on rank 0.
         """
         sums = self._session.collectives.all_reduce(self._sums(partial(self._infer, model)))
         return self._session.workload.summarize(sums), sums
@@ -142,8 +143,9 @@ class Parallel:
     def full_state(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[TensorDict, dict[str, Any]]:
         """Return the state of the model and the optimizer in the format of all modes; called on every rank.
 
-        They are full tensors on the CPU: those of the model by name, and the optimizer state by parameter name, such as
-        `{"layer.weight": {"momentum_buffer": tensor, …}, …}`. Both are empty except on rank 0, which saves them.
+        Returns:
+            Full tensors on the CPU: those of the model by name, and the optimizer state by parameter name, such as
+            `{"layer.weight": {"momentum_buffer": tensor, …}, …}`. Both are empty except on rank 0, which saves them.
         """
         return full_state.collect(model, optimizer, keep=self._session.rank == 0)
 

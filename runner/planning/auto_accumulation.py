@@ -69,13 +69,18 @@ def fitting_accumulation(
     """Return a number of micro-batches per step, as small as possible, with which a run fits into memory.
 
     The numbers are tried in increasing order, each at least twice as large as the one before. If the predicted peak is
-    larger than the `available` memory, the number is rejected; if it is at most half of it, and no trial has run out of
-    memory so far, the number is accepted. Otherwise, a trial of a few steps in processes of its own decides, which
-    `start` starts.
+    larger than the available memory, the number is rejected; if it is at most half of it, and no trial has run out of
+    memory so far, the number is accepted. Otherwise, a trial of a few steps in processes of its own decides.
 
-    `compose` returns the run with a number of micro-batches, or raises ConfigError; `report` is called with a line
-    about each attempt. Raises `ConfigError` if the run is refused, or does not fit even with one sample in a
-    micro-batch; `TrialError` if a trial fails for another reason than a lack of memory.
+    Args:
+        compose: function that returns the run with a number of micro-batches per step, or raises ConfigError.
+        report: function that is called with a line about each attempt.
+        available: function that returns the memory in bytes of all processes of the run, given any of them.
+        start: function that starts a trial, with the arguments of `Trial`.
+
+    Raises:
+        ConfigError: if the run is refused, or does not fit even with one sample in a micro-batch.
+        TrialError: if a trial fails for another reason than a lack of memory.
     """
     whole = prepared(compose(1))
     room = available(whole.collectives)
@@ -121,11 +126,16 @@ def resolve_auto_accumulation(job: Job, compose: Callable[[Sequence[str]], Job],
     """Return `job` with a number of micro-batches in place of `accumulation=auto`; any other job is returned unchanged.
 
     If `resume=auto` continues a run, its number is used again, so that the resume is exact. As the run directory may
-    come from somebody else, nothing but this number is taken from it. It is `directory` if the flag `--run-directory`
-    names it, as in every job of a sweep. `compose` composes the config from its overrides.
+    come from somebody else, nothing but this number is taken from it.
 
-    Raises `ConfigError` if the config is refused, the run does not fit into memory with any number of micro-batches, or
-    torchrun or SLURM has started several processes, each of which would choose by itself.
+    Args:
+        job: the composed config, and the overrides from which it was composed.
+        compose: function that composes the config from its overrides.
+        directory: the value of the flag `--run-directory`, which every job of a sweep has.
+
+    Raises:
+        ConfigError: if the config is refused, the run does not fit into memory with any number of micro-batches, or
+            torchrun or SLURM has started several processes, each of which would choose by itself.
     """
     if job.config["accumulation"].get("steps") != "auto":
         return job

@@ -87,9 +87,14 @@ def report_of(run: Run, session: Session, ranks: Sequence[RankPlan], num_devices
 def remedies(run: Run, build: Callable[[Sequence[str]], Run], num_devices: int, memory: float) -> list[dict[str, Any]]:
     """Return the three cheapest changes of how a run is trained that make it fit, or fewer if there are not as many.
 
-    The machine has `num_devices` with a `memory` of so many bytes each. `build` returns the run with a change, given
-    its overrides, or raises ConfigError. Each change has its `overrides`, what it `costs`, and `peak_bytes`, the memory
-    of the rank that needs most.
+    Args:
+        run: the run that does not fit.
+        build: function that returns the run with a change, given its overrides; it may raise ConfigError.
+        num_devices: number of devices of the machine.
+        memory: memory of each device in bytes.
+
+    Returns:
+        For each change its `overrides`, what it `costs`, and `peak_bytes`, the memory of the rank that needs most.
     """
     found: list[dict[str, Any]] = []
     for overrides, costs in CHANGES.items():
@@ -137,12 +142,16 @@ def bubbles(
     num_stages: int | None = None,
     cuts: Sequence[int] | None = None,
 ) -> list[dict[str, Any]]:
-    """Return the bubble of each schedule for each number of micro-batches that divides `samples`, those of one pass.
+    """Return the bubble of each schedule for each number of micro-batches that divides `samples`.
 
     It is None if the schedule does not support this number of micro-batches or stages, or if there are too few blocks.
-    Workers are processes or, with `engine=streams`, stages. `costs` are those of a forward and backward pass of each
-    block, in any unit. By default, there is one stage per worker, or two with `interleaved_1f1b`, and `cuts`, the first
-    block of every stage except the first, are such that all stages have about the same cost.
+
+    Args:
+        num_workers: number of processes or, with `engine=streams`, of stages.
+        samples: number of samples in one pass through the pipeline.
+        costs: the cost of a forward and backward pass of each block, in any unit.
+        num_stages: number of stages; None for one stage per worker, or two with `interleaved_1f1b`.
+        cuts: index of the first block of every stage except the first; None for stages of about the same cost.
     """
     stages = {name: _stages(name, num_workers, costs, num_stages, cuts) for name in schedules}
     return [

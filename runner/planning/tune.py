@@ -183,10 +183,15 @@ def tune(
 ) -> dict[str, Any]:
     """Measure the candidates of a run, and return the result as plain values.
 
-    `compose` and `typed` are as in `Candidates`, `budget`, `allowed` and `report` as in `Search`. Returns `chosen`, the
-    chosen overrides; `speedup`, the step time of the baseline divided by that of the choice; `seconds`, how long the
-    call took; and `rows`, a dict for each candidate (see `plain`), the fastest first. Raises `ConfigError` if the run
-    is refused; `TrialError` if it cannot train, or its first steps take longer than the budget and `MAX_START`.
+    `compose` and `typed` are as in `Candidates`, `budget`, `allowed` and `report` as in `Search`.
+
+    Returns:
+        A dict: `chosen`, the chosen overrides; `speedup`, the step time of the baseline divided by that of the choice;
+        `seconds`, how long the call took; and `rows`, a dict for each candidate (see `plain`), the fastest first.
+
+    Raises:
+        ConfigError: if the run is refused.
+        TrialError: if the run cannot train, or its first steps take longer than the budget and `MAX_START`.
     """
     began = time.perf_counter()
     candidates = Candidates(compose, typed)

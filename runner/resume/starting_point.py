@@ -63,10 +63,16 @@ def claimed_directory(
     The config, the overrides and the environment are written to a new directory at once, and to an existing one by
     `Claim.begin`, once nothing else refuses the session. After a `ConfigError`, a new directory is removed.
 
-    The option `resume` of the run determines which earlier run is resumed, if any; `resume=auto` searches in `parent`.
-    A new directory is made there too, with the `name` that `--run-directory` sets, or a unique one with some
-    `overrides`. Raises `ConfigError` if the run to resume does not exist, is running, or cannot be continued with this
-    config; if the directory `name` exists, and is not resumed; or if the directory cannot be written to.
+    Args:
+        run: the run. Its option `resume` determines which earlier run is resumed, if any.
+        session: the session that begins.
+        parent: the directory in which a new run directory is created, and in which `resume=auto` searches.
+        name: the name of the run directory, if `--run-directory` sets it; None for a new, unique name.
+        overrides: the overrides with which the config was composed, for the files and a unique name.
+
+    Raises:
+        ConfigError: if the run to resume does not exist, is running, or cannot be continued with this config; if the
+            directory `name` exists, and is not resumed; or if the directory cannot be written to.
     """
     existing = run_directory.nearest_existing(parent / (name or "")).resolve()
     claim = _to_resume(run, parent, name) or _new_directory(parent, name, overrides, existing)

@@ -75,9 +75,12 @@ class Checkpoints:
     def save(self, checkpoint: Checkpoint, best_step: int | None = None) -> None:
         """On every rank, wait until the previous checkpoint is written, and begin to write `checkpoint` in a thread.
 
-        It must not change any more: each rank writes its `local`, and rank 0 the rest. The checkpoint of `best_step`,
-        if there is one, has the best evaluation, and is not deleted. Raises `StorageError` if the directory cannot be
-        made, or as in `wait`, of the previous checkpoint.
+        Args:
+            checkpoint: the content, which must not change any more. Each rank writes its `local`, and rank 0 the rest.
+            best_step: the step of the checkpoint with the best evaluation, which is not deleted; None if there is none.
+
+        Raises:
+            StorageError: if the directory cannot be made, or as in `wait`, of the previous checkpoint.
         """
         self.wait()
         part = self.root / f"tmp.{step_name(checkpoint.step)}"
@@ -271,7 +274,10 @@ class Writing(threading.Thread):
 def prune(root: Path, keep: int | None, best_step: int | None = None) -> None:
     """Delete old checkpoints, and what interrupted saves and deletions have left; if this fails, log a warning.
 
-    The `keep` newest ones in the directory `root` stay, or all if it is None; and so does that of `best_step`, if any.
+    Args:
+        root: the directory of the checkpoints.
+        keep: the number of newest checkpoints that are not deleted; None to delete only leftovers.
+        best_step: the step of a checkpoint that is not deleted either; None if there is none.
     """
     try:
         steps = saved_steps(root)

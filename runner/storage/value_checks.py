@@ -31,7 +31,9 @@ CONTENT_ERRORS = (ArithmeticError, AttributeError, LookupError, RuntimeError, Ty
 class TensorSpec(NamedTuple):
     """A specification of a tensor, which must be dense, contiguous, on the CPU and finite.
 
-    Of float32 and float64, either is accepted for the other. A dimension whose size in `shape` is None may have any.
+    Args:
+        dtype: the dtype of the tensor; float64 is also accepted for float32, and float32 for float64.
+        shape: the size of each dimension; a dimension that is None may have any size.
     """
 
     dtype: torch.dtype

@@ -108,10 +108,11 @@ class Display:
 
 
 def message(console: Path, start: int = 0) -> str:
-    """Return the last ten non-empty lines that a job printed to `console`, in which control characters are escaped.
+    """Return the last ten non-empty lines that a job printed, in which control characters are escaped.
 
-    What earlier attempts printed, before `start`, in bytes, is left out. The result is empty if the file cannot be
-    read.
+    Args:
+        console: the file to which the job printed. If it cannot be read, the result is an empty string.
+        start: the size of the file in bytes when the job was started; earlier attempts printed what is before.
     """
     try:
         check_no_link(console.parent)

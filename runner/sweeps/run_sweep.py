@@ -43,10 +43,15 @@ def run_sweep(
     In a search, the codes of failed jobs of earlier commands, which are not run again, are returned, too. If the search
     has found a best trial, diverged jobs count as successful: their exit code is replaced by 0.
 
-    `typed` are the overrides on the command line, `config_dir` is that of `--config-dir`, and `preloaded` are modules
-    that the jobs import, so that they may be imported for all jobs at once. Raises one of `REFUSALS` if the sweep or
-    its search is invalid, or no job can run; `KeyboardInterrupt` if the user presses Ctrl-C after a stop signal, and
-    the jobs are killed; `StorageError` if the ledger cannot be written.
+    Args:
+        jobs: the combinations of values in the sweep.
+        typed: the overrides on the command line, and `config_dir` that of `--config-dir`.
+        preloaded: modules that the jobs import, so that they may be imported for all jobs at once.
+
+    Raises:
+        ConfigError, HydraException, OmegaConfBaseException: if the sweep or its search is invalid, or no job can run.
+        KeyboardInterrupt: if the user presses Ctrl-C after a stop signal; the jobs are killed.
+        StorageError: if the ledger cannot be written.
     """
     remedy = "start the sweep by itself: parallel=ddp starts the processes of each job"
     check(external_rank_info() is None, "-m", ABSENT, "torchrun or SLURM has started several processes of it", remedy)

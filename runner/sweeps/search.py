@@ -74,8 +74,12 @@ class Trial:
 class Search(JobSource):
     """The jobs of a search. `open` must be called before the first job is taken.
 
-    It tries combinations in `space`, and compares them by `objective`. `seed` is that of the first job of each trial,
-    from which the others count up; None if it is not set. `plan` returns the job with a number and overrides.
+    Args:
+        space: the combinations that the search may try.
+        options: the options of the sweep.
+        objective: the metric by which trials are compared.
+        seed: the seed of the first job of each trial, from which the others count up; None: it is not set.
+        plan: returns the job with a number and overrides.
     """
 
     def __init__(

@@ -62,9 +62,12 @@ class Dimension(NamedTuple):
 
 
 class Space:
-    """The combinations of values that a search may try; some dimensions may have a single value.
+    """The combinations of values that a search may try.
 
-    `exists` returns whether the config that is composed with some overrides of the config `groups` has a key.
+    Args:
+        dimensions: the dimensions of the sweep, including dimensions with a single value.
+        exists: returns whether the config that is composed with some overrides of config groups has a key.
+        groups: the names of all config groups.
     """
 
     def __init__(self, dimensions: list[Dimension], exists: Callable[[list[str], str], bool], groups: Collection[str]):

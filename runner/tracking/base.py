@@ -59,8 +59,9 @@ class Tracker:
 class MultiTracker(Tracker):
     """Several trackers at once (`tracking=several`).
 
-    `names` are the options of the config group `tracking` to combine, each with its defaults; `trackers`, which are
-    composed from them, have the content of each of these options, by name.
+    Args:
+        names: the options of the config group `tracking` to combine, each with its defaults.
+        trackers: the content of each of these options, by name; composed from `names`.
     """
 
     names: list[str] = field(default_factory=lambda: ["tensorboard", "csv"])

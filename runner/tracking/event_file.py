@@ -44,10 +44,15 @@ _NAME = re.compile(r"events\.out\.tfevents\.([0-9]{1,18})(?![0-9])")
 
 
 class EventFile:
-    """The event file of one session in a run directory. TensorBoard reads it after the files of earlier sessions.
+    """The event file of one session. TensorBoard reads it after the files of earlier sessions.
 
-    It drops the points that these have logged from `first_step`, the first of the session, on. If the disk is full or
-    fails, `StorageError` is raised, also by `add` and `sync`.
+    Args:
+        directory: the run directory.
+        first_step: the first step of the session. TensorBoard drops the points that earlier sessions have logged for
+            this step and for later steps.
+
+    Raises:
+        StorageError: if the disk is full or fails. `add` and `sync` also raise this error.
     """
 
     def __init__(self, directory: Path, first_step: int):

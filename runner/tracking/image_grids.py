@@ -37,11 +37,15 @@ def gif(frames: Iterable[torch.Tensor], seconds: float = 0.04) -> bytes:
 
 
 def grid(images: torch.Tensor, captions: Sequence[str], good: Sequence[bool] | None = None) -> torch.Tensor:
-    """Arrange n images, uint8 [n, 1 or 3, height, width], in a square grid, each with a caption below it.
+    """Arrange images in a square grid, each with a caption below it.
 
     Small images are scaled up by an integer factor, so that their longer side has at least 64 pixels; large images are
-    scaled down, so that their longer side has 160 pixels. The n captions have one or two lines, which are truncated to
-    160 pixels; they are green or red as `good` has True or False, and all gray without it.
+    scaled down, so that their longer side has 160 pixels.
+
+    Args:
+        images: uint8 [n, 1 or 3, height, width].
+        captions: n captions, of one or two lines, which are truncated to 160 pixels.
+        good: n flags, which make the captions green (True) or red (False); None makes all captions gray.
     """
     colors = [PLAIN] * len(images) if good is None else [GOOD if right else BAD for right in good]
     longer = max(images.shape[2:])

@@ -51,8 +51,12 @@ class LogFile:
     """A context manager that writes this project's log messages to a file and to the console, with credentials masked.
 
     The file gets all levels, and also Python warnings, which are then not shown on the console. The console gets level
-    INFO and above on rank 0, and only CRITICAL on other ranks. In `directory`, that of the run, rank 0 writes
-    `log.txt`, rank 1 `log_rank_1.txt`. While it is not known yet (None), messages are kept, until `open` is called.
+    INFO and above on rank 0, and only CRITICAL on other ranks.
+
+    Args:
+        directory: the run directory; rank 0 writes the file `log.txt` in it, rank 1 the file `log_rank_1.txt`. None if
+            it is not known yet; messages are then kept, and written to the file when `open` is called.
+        rank: the rank of this process.
     """
 
     def __init__(self, directory: Path | None, rank: int = 0):

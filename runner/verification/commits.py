@@ -26,9 +26,13 @@ class CommitError(RuntimeError):
 
 
 class Copy(NamedTuple):
-    """A copy in a temporary directory, `files`, of the repository in `top`, as of `commit`, which is as it was typed.
+    """A copy of a repository in a temporary directory.
 
-    `modules` are the directories in it from which modules are imported.
+    Attributes:
+        commit: the commit as it was typed.
+        top: the directory of the repository.
+        files: the directory of the copy.
+        modules: the directories in it from which modules are imported.
     """
 
     commit: str

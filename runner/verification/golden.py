@@ -71,12 +71,17 @@ class Point(NamedTuple):
 
 
 def train_again(run: Run, signature: Mapping[str, Any], last_step: int, noise: int = 0) -> Curves:
-    """Train a run, which resumes nothing, up to `last_step`, in its mode, and return what it logs by tag and step.
+    """Train the first steps of a run, in its mode, and return what it logs by tag and step.
 
-    The schedule is that of the whole run. `signature` is what the checkpoint of the recorded run says of its samples;
-    empty if it is not known. `noise` is the number of the random noise by which the initial weights are perturbed, from
-    1; 0 for none. Raises `ConfigError` if the run is refused, its data has changed, or its mode is asynchronous;
-    `RankError` if a process fails.
+    Args:
+        run: the run, which does not resume anything.
+        signature: what the checkpoint of the recorded run says of its samples; empty if it is not known.
+        last_step: the last step; the schedule is that of the whole run.
+        noise: the number of the random noise by which the initial weights are perturbed, from 1; 0 for none.
+
+    Raises:
+        ConfigError: if the run is refused, its data has changed, or its mode is asynchronous.
+        RankError: if a process fails.
     """
     launcher = run.parallel.launcher(run.device)
     with tempfile.TemporaryDirectory(prefix="runner-verify-") as scratch, launcher.connect() as collectives:

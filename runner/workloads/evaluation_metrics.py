@@ -29,7 +29,9 @@ class EvaluationMetrics:
     combines; `summarize` calls `compute`. The states of torchmetrics objects are merged, if they allow it; for other
     objects and for functions, the outputs and the targets of all samples are kept. No sample counts twice.
 
-    The `metrics` are copied, not changed; `goals` has the `min` or `max` of each by which a run may end early.
+    Args:
+        metrics: the metrics by name. They are copied, not changed.
+        goals: `min` or `max` of each metric by which a run may end early.
     """
 
     def __init__(self, metrics: Mapping[str, Metric], goals: Mapping[str, str] = {}):

@@ -56,10 +56,15 @@ class Launcher:
     def launch(self, train: Train, train_rank: TrainRank, session: Session, directory: Path) -> Any:
         """Train, in this process or in ranks that are started, and return the result of rank 0 or of this process.
 
-        `train` trains in this process, if the launcher does not start the ranks. `train_rank`, which can be pickled, is
-        called with the collectives in each rank that is started; a rank N > 0 writes its output to `log_rank_N.txt` in
-        `directory`, the run directory. Raises `ConfigError` if torch or a rank rejects the config; `RankError` if a
-        rank that was started fails, dies or hangs.
+        Args:
+            train: function that trains in this process; called by launchers that do not start the ranks.
+            train_rank: picklable function of the collectives, called in each rank that a launcher starts.
+            session: the session of this process.
+            directory: the run directory, in which a started rank N > 0 writes its output to `log_rank_N.txt`.
+
+        Raises:
+            ConfigError: if torch or a rank rejects the config.
+            RankError: if a rank that the launcher has started fails, dies or hangs.
         """
         return train()
 

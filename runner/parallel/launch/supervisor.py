@@ -124,9 +124,11 @@ def start_heartbeat(
 class Supervisor(AbstractContextManager):
     """A context manager that starts and watches the processes of a run's ranks, and kills them when the context ends.
 
-    `work` is the main function of a rank, with its pipe (see `start_heartbeat`) and then those of the `arguments` that
-    are of this rank. A rank hangs if it sends no heartbeat for `timeout` seconds, or if others wait for it and no rank
-    makes progress for so long. Time in which this process was suspended (Ctrl-Z) does not count.
+    Args:
+        work: main function of a rank; its first argument is the rank's pipe (see `start_heartbeat`).
+        arguments: for each rank, the other arguments of `work`.
+        timeout: seconds after which a rank hangs: if it sends no heartbeat, or if others wait for it and no rank makes
+            progress. Time in which this process was suspended (Ctrl-Z) does not count.
     """
 
     def __init__(self, work: Callable[..., None], arguments: Sequence[tuple], timeout: float):
