@@ -29,8 +29,10 @@ class CompiledStep:
 
     With accumulation, there is a second one for the micro-batches before the last, which only adds gradients. Each is
     compiled once for each shape of a batch: learning rates are tensors, and gradients keep their memory from one step
-    to the next, so that no later step differs from the first one. Raises `ConfigError` if the loss is scaled, or the
-    optimizer would behave differently after its first step.
+    to the next, so that no later step differs from the first one.
+
+    Raises:
+        ConfigError: if the loss is scaled, or the optimizer would behave differently after its first step.
     """
 
     def __init__(self, state: State):

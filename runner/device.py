@@ -61,7 +61,8 @@ class Device:
     def resolve_all(self) -> list[torch.device]:
         """Return the devices to compute on: those that `index` or `indices` selects, all visible ones, or the CPU.
 
-        Raises `ConfigError` if a requested device is not available.
+        Raises:
+            ConfigError: if a requested device is not available.
         """
         kind = self.resolved_kind()
         if kind == "cpu":
@@ -82,8 +83,11 @@ class Device:
         """Set torch's global flags for one run, the current device among them, and restore them afterwards.
 
         The environment variable CUBLAS_WORKSPACE_CONFIG is set, and stays set. On a CPU, freed memory is kept in the
-        process during the run (see `runner.system.memory`). Raises `ConfigError` if `device` cannot be used: another
-        process has it alone, or all of its memory, or torch has no code for it.
+        process during the run (see `runner.system.memory`).
+
+        Raises:
+            ConfigError: if `device` cannot be used: another process has it alone, or all of its memory, or torch has no
+                code for it.
         """
         before = torch.get_num_threads(), torch.backends.cudnn.benchmark, torch.are_deterministic_algorithms_enabled()
         if deterministic:

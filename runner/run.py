@@ -122,7 +122,8 @@ class Run:
     def prepare(self, collectives: Collectives) -> Session:
         """Load the data, run the checks that need the device or the data, and return the session of this process.
 
-        Raises `ConfigError` if a check fails. The run directory is created only after all checks have passed.
+        Raises:
+            ConfigError: if a check fails. The run directory is created only after all checks have passed.
         """
         session = self.session_with_data(collectives, self.workload.prepare)
         epoch = self.workload.steps_per_epoch(self.batch_size)
@@ -136,7 +137,11 @@ class Run:
         return replace(session, steps_per_epoch=epoch, **lengths)
 
     def session_with_data(self, collectives: Collectives, load: Callable[[], None]) -> Session:
-        """Return a session without lengths, whose data `load` has loaded; raise `ConfigError` if a check fails."""
+        """Return a session that has no lengths yet, after `load` has loaded the data of the workload.
+
+        Raises:
+            ConfigError: if a check fails.
+        """
         user_code.check_given(self.code, self.resume)
         session = self.session(collectives)
         if self.optimizer.needs_whole_parameters and session.plan.shards_parameters:
@@ -155,7 +160,11 @@ class Run:
         return session
 
     def session(self, collectives: Collectives) -> Session:
-        """Return the session of a process before its data and lengths are known; errors are as in `Parallel.divide`."""
+        """Return the session of a process whose data has not been loaded, and whose lengths are not known yet.
+
+        Raises:
+            ConfigError: as in `Parallel.divide`.
+        """
         plan = Plan(self.batch_size, self.accumulation.count, seed=self.seed)
         session = Session(collectives, plan, self.workload, self.precision, self.channels_last, self.compile)
         return replace(session, plan=self.parallel.divide(session))
@@ -200,7 +209,11 @@ class Run:
 
 
 def build_run(config: Mapping[str, Any]) -> Run:
-    """Build the run that the composed and resolved `config` describes; errors name the key as the user types it."""
+    """Build the run that the composed and resolved `config` describes.
+
+    Raises:
+        ConfigError: if an option is unknown or invalid; the error names the key as the user would type it.
+    """
     scalars = [name for name in option_fields(Run) if name not in CONFIG_GROUPS]
     known = [*scalars, *CONFIG_GROUPS, *WORKLOAD_INPUTS, "workload"]
     for key in config:

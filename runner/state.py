@@ -102,7 +102,11 @@ class State:
         self._to_log[tag] = value.detach() if is_tensor else float(value)
 
     def logged_by_hooks(self, own: Iterable[str]) -> dict[str, Any]:
-        """Return what hooks have logged since the last call, by tag; raise `ValueError` for one of the run's `own`."""
+        """Return what hooks have logged since the last call, by tag.
+
+        Raises:
+            ValueError: if a tag is among the run's `own`.
+        """
         logged, self._to_log = self._to_log, {}
         if taken := sorted(logged.keys() & {*own}):
             raise ValueError(f"log({taken[0]!r}, …): the run logs this tag itself; choose another one")
@@ -130,8 +134,10 @@ class State:
     def resume(self) -> None:
         """Load the newest intact checkpoint of the run directory, or of those up to the one that `resume` names.
 
-        Called on every rank. Raises `ConfigError` if all are damaged, or the content, part of which may be loaded by
-        then, does not fit this run.
+        Called on every rank.
+
+        Raises:
+            ConfigError: if all are damaged, or the content, part of which may be loaded by then, does not fit this run.
         """
         named = named_checkpoint(self.run.resume)
         last_step = math.inf if named is None else step_of(named) or 0
@@ -158,7 +164,8 @@ class State:
     def load(self, checkpoint: Checkpoint) -> None:
         """Load the state that is in `checkpoint`; called on every rank.
 
-        Raises `ConfigError` if the content does not fit this run. A part of the content may have been loaded.
+        Raises:
+            ConfigError: if the content does not fit this run. A part of the content may have been loaded.
         """
         try:
             self._load(checkpoint)
@@ -210,9 +217,10 @@ class State:
     def save(self) -> None:
         """Copy the state, check that it is finite, and begin to write it in the background; called on every rank.
 
-        Raises `StorageError` if the previous checkpoint could not be written, or the new directory cannot be created;
-        `DivergedError` if a training metric since the last log, the model or the optimizer state is not finite. Nothing
-        is then written, and earlier checkpoints are kept.
+        Raises:
+            DivergedError: if a training metric since the last log, the model or the optimizer state is not finite.
+                Nothing is then written, and earlier checkpoints are kept.
+            StorageError: if the previous checkpoint could not be written, or the new directory cannot be created.
         """
         run, collectives, device = self.run, self.session.collectives, self.session.device
         rows = self.metric_buffer.peek(collectives.all_reduce)
@@ -243,7 +251,11 @@ class State:
         self.checkpoints.save(checkpoint, self.best.get("step"))
 
     def flush_metrics(self) -> dict[str, float]:
-        """Return each training metric's mean since the last log by tag, or raise `DivergedError`; empty the buffer."""
+        """Return a dict from the tag of each training metric to its mean since the last log, and empty the buffer.
+
+        Raises:
+            DivergedError: if a metric is not finite.
+        """
         num_samples = (self.step - self.logged_step) * self.run.batch_size
         rows = self.metric_buffer.flush(self.session.collectives.all_reduce)
         means = rows.double().sum(0) / num_samples
@@ -254,8 +266,9 @@ class State:
     def record_evaluation(self, metrics: dict[str, float]) -> bool:
         """Record an evaluation, whose `metrics` by tag are the same on all ranks; return whether it is the best so far.
 
-        Raises `ConfigError` if a metric that the workload lists is not measured, and `DivergedError` if a loss is not
-        finite. Another metric may be, if it is not defined: it is never the best.
+        Raises:
+            DivergedError: if a loss is not finite. Another metric may be, if it is not defined: it is never the best.
+            ConfigError: if a metric that the workload lists is not measured.
         """
         check_metrics(self.run.workload, [tag.removeprefix("eval/") for tag in metrics])
         losses = [tag for tag in metrics if tag.rpartition("/")[2] == "loss"]

@@ -112,7 +112,11 @@ def train_rank(
 
 
 def prepare(run: Run, session: Session, directory: Path, with_table: bool = False) -> State:
-    """Return the state of the run, with the model on its devices, resumed from a checkpoint if there is one."""
+    """Return the state of the run, with the model on its devices, resumed from a checkpoint if there is one.
+
+    Raises:
+        ConfigError: as in `initial_state` and `State.resume`.
+    """
     state = initial_state(run, session, directory, with_table)
     state.resume()
     return state
@@ -122,8 +126,10 @@ def initial_state(run: Run, session: Session, directory: Path, with_table: bool 
     """Return the state of the run before its first step, with the model on its devices, and a table of it for the log.
 
     The weights depend only on the seed of the plan; later random numbers also depend on the process. This function
-    seeds torch's global generator, and resets the global timer and the peak of the memory. Raises `ConfigError` if the
-    model or the optimizer cannot be built from the config.
+    seeds torch's global generator, and resets the global timer and the peak of the memory.
+
+    Raises:
+        ConfigError: if the model or the optimizer cannot be built from the config.
     """
     timer.reset()
     memory.reset_peak(session.device)
@@ -143,8 +149,9 @@ def initial_state(run: Run, session: Session, directory: Path, with_table: bool 
 def loop(state: State, take_step: TakeStep, recorder: Recorder, progress: Progress, stop: StopRequest) -> str:
     """Train the remaining steps, and return `done`, or `stopped` after a stop signal or when the time is up.
 
-    Raises `DivergedError` if a loss, a metric or the state is not finite; `StorageError` if a checkpoint cannot be
-    written.
+    Raises:
+        DivergedError: if a loss, a metric or the state is not finite.
+        StorageError: if a checkpoint cannot be written.
     """
     run, session, model = state.run, state.session, state.model
     batches = session.batches(model, state.step)

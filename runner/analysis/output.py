@@ -62,8 +62,8 @@ def _is_formula(text: str) -> bool:
 def check_writable(flag: str, value: str | None, suffix: str = "") -> None:
     """Check that the file `value` that a flag names, with `suffix`, can be created or replaced; None: it is absent.
 
-    Raises `ConfigError` for a directory, a link, a pipe, a device, another suffix, or a file in a directory that is
-    absent.
+    Raises:
+        ConfigError: for a directory, a link, a pipe, a device, another suffix, or a file in a directory that is absent.
     """
     if value is None:
         return

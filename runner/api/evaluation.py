@@ -33,8 +33,9 @@ class Evaluation(NamedTuple):
 def evaluate_checkpoint(checkpoint: Path, overrides: Sequence[str] = (), split: str | None = None) -> Evaluation:
     """Evaluate the checkpoint at this path as `SavedRun.evaluate` says. Nothing is written to its run.
 
-    Raises `ConfigError` if the checkpoint is damaged, the config cannot run, or the data does not suit the model;
-    `RankError` if a process fails.
+    Raises:
+        ConfigError: if the checkpoint is damaged, the config cannot run, or the data does not suit the model.
+        RankError: if a process fails.
     """
     check_list_of_texts(overrides)
     source = override_value(overrides, "resume")

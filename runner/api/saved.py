@@ -37,8 +37,10 @@ _BATCH = 64  # images that a prediction computes at once
 def load(directory: str | os.PathLike[str], **code: Any) -> SavedRun:
     """Return the run in `directory`, such as `outputs/classifier/2026-01-31_12-00-00-abc123`. It may still be running.
 
-    If it was trained with code of your own, its methods need the same `code`, as in `runner.train`. Raises
-    `ConfigError` if there is no run whose config can be read, or `directory` is a checkpoint.
+    If it was trained with code of your own, its methods need the same `code`, as in `runner.train`.
+
+    Raises:
+        ConfigError: if there is no run whose config can be read, or `directory` is a checkpoint.
     """
     return SavedRun(Path(os.path.expanduser(directory)), user_code.passed(**code))
 

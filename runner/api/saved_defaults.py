@@ -29,7 +29,8 @@ _GROUPS = CONFIG_GROUPS | WORKLOAD_INPUTS | {"workload": Workload}
 def saved_root(source: Path, overrides: Sequence[str]) -> str:
     """Register the saved config of a run or checkpoint with Hydra as a root config, and return its name.
 
-    Raises `ConfigError` if the config cannot be read, or has an invalid value that `overrides` do not replace.
+    Raises:
+        ConfigError: if the config cannot be read, or has an invalid value that `overrides` do not replace.
     """
     saved = saved_config(source)
     for reason in saved.unreadable:

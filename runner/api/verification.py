@@ -36,7 +36,8 @@ def retrace(
 ) -> Outcome:
     """Train the first steps of a recorded run again, and compare what they log with what it has logged.
 
-    Raises `ConfigError` if `overrides` make it another run, it has logged nothing, or it cannot run here.
+    Raises:
+        ConfigError: if `overrides` make it another run, it has logged nothing, or it cannot run here.
     """
     saved, signature = load(directory), {}
     config = dict(compose([f"resume={directory}", *overrides, "tracking=none"], config_dir=config_dir))
@@ -71,7 +72,8 @@ def retrace(
 def verify_against(commit: str, overrides: Sequence[str], steps: int = 20, config_dir: str | None = None) -> Outcome:
     """Train the first steps of a config with the code of another commit and with today's, and compare what they log.
 
-    Raises `ConfigError` as `copy_of` and `trained_in`; if today's code refuses the config, or its mode is asynchronous.
+    Raises:
+        ConfigError: as `copy_of` and `trained_in`; if today's code refuses the config, or its mode is asynchronous.
     """
     words = replaced(overrides, f"steps={steps}", "log_every=1")
     config = dict(compose(replaced(words, "resume=never"), config_dir=config_dir))

@@ -268,8 +268,9 @@ class OptionFiles(ConfigSource):
     def load_config(self, config_path: str) -> ConfigResult:
         """Return the content of an option file.
 
-        Raises `ConfigError` if the file cannot be read, is not plain YAML, or sets a key of Hydra that has no effect;
-        `ConfigLoadError` if the file does not exist.
+        Raises:
+            ConfigError: if the file cannot be read, is not plain YAML, or sets a key of Hydra that has no effect.
+            ConfigLoadError: if the file does not exist.
         """
         path = self._path(config_path)
         if not os.path.exists(path):

@@ -72,7 +72,11 @@ def check_range(
     most: float = math.inf,
     below: float = math.inf,
 ) -> None:
-    """Raise a `ConfigError` unless `key` of `component` is a finite number in these bounds, None or `auto`."""
+    """Check that the attribute `key` of `component` is None, `auto`, or finite and > above, ≥ least, ≤ most, < below.
+
+    Raises:
+        ConfigError: otherwise.
+    """
     value = getattr(component, key)
     if isinstance(value, str):  # of an option that takes no other texts
         check(value == "auto", key, value, "it is neither auto nor a whole number", "auto, or a number such as 2")
@@ -90,7 +94,11 @@ def check_range(
 
 
 def check_choice(component: object, key: str, choices: Iterable[str]) -> None:
-    """Raise a `ConfigError` unless the attribute `key` of `component` is one of `choices`."""
+    """Check that the attribute `key` of `component` is one of `choices`.
+
+    Raises:
+        ConfigError: if the attribute has any other value.
+    """
     value, choices = getattr(component, key), list(choices)
     if value not in choices:
         raise ConfigError(key, value, f"it must be one of {', '.join(choices)}", did_you_mean(value, choices))

@@ -58,7 +58,11 @@ def is_sweep_option(override: str) -> bool:
 
 
 def resumed(overrides: Iterable[str]) -> Path | None:
-    """Return PATH, a run or a checkpoint, which must exist, from the override `resume=PATH`; None if none is named."""
+    """Return PATH, a run directory or a checkpoint, from the override `resume=PATH`; None if no directory is named.
+
+    Raises:
+        ConfigError: if the directory does not exist.
+    """
     source = override_value(overrides, "resume")
     if source in (None, "auto", "never"):
         return None
@@ -69,7 +73,11 @@ def resumed(overrides: Iterable[str]) -> Path | None:
 
 
 def checked_override(word: str) -> str:
-    """Return `word`, for Hydra; refuse what is not KEY=VALUE, and keys of Hydra that have no effect here."""
+    """Return `word`, which Hydra may then parse.
+
+    Raises:
+        ConfigError: if it is not of the form KEY=VALUE, or sets a key of Hydra that has no effect here.
+    """
     match = _OVERRIDE.fullmatch(word)
     if not match and not _DELETION.fullmatch(word):
         examples = [f"{word}={option}" for option in option_files().get(word, [])]
@@ -92,8 +100,10 @@ def quoted(word: str, sweep: bool) -> str:
     """Return an override in the form that Hydra's parser needs: its value is quoted where it would be misread.
 
     For example, Hydra would read the 16 in `precision=16` as a number, but it is the name of an option. A `~` at the
-    beginning of a path is expanded. `GROUP=null` becomes `~GROUP`. In a `sweep`, commas separate several values. Raises
-    `ConfigError` if the user after a `~` does not exist, or a path is too long.
+    beginning of a path is expanded. `GROUP=null` becomes `~GROUP`. In a `sweep`, commas separate several values.
+
+    Raises:
+        ConfigError: if the user after a `~` does not exist, or a path is too long.
     """
     match = _OVERRIDE.fullmatch(word)
     if match is None:
@@ -136,7 +146,8 @@ def _is_literal(value: str) -> bool:
 def checked_path(key: str, value: str) -> str:
     """Return the path `value` with `~` replaced by the home directory, because a shell does not replace `~` after `=`.
 
-    Raises `ConfigError` if the user after the `~` does not exist, or the path or one of its parts is too long.
+    Raises:
+        ConfigError: if the user after the `~` does not exist, or the path or one of its parts is too long.
     """
     path = os.path.expanduser(value)
     why = f"there is no user {value[1:].partition('/')[0]}"

@@ -110,7 +110,8 @@ def load_class(target: object, base: type[Component]) -> type[Component]:
 def typed_values(cls: type, node: Mapping[str, Any]) -> dict[str, Any]:
     """Return a dict of the option values of `cls`, from `node` or the defaults, converted to the declared types.
 
-    Raises `ConfigError` for an unknown key, a wrong type, a missing value, or an environment variable that is not set.
+    Raises:
+        ConfigError: for an unknown key, a wrong type, a missing value, or an environment variable that is not set.
     """
     given, values = checked_values(cls, node), {}
     fields = {field.name: field for field in dataclasses.fields(cls)}
@@ -128,7 +129,8 @@ def typed_values(cls: type, node: Mapping[str, Any]) -> dict[str, Any]:
 def checked_values(cls: type, node: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values in `node`, converted to the types of the options of `cls`, but for `${…}` and missing ones.
 
-    Raises `ConfigError` for an unknown key, or a value of a wrong type.
+    Raises:
+        ConfigError: for an unknown key, or a value of a wrong type.
     """
     hints, options, values = field_types(cls), option_fields(cls), {}
     for name, value in node.items():
@@ -151,7 +153,8 @@ _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 def _converted(value: Any, hint: Any) -> Any:
     """Return `value` as the type `hint`.
 
-    Raises `ValueError` if it is not clearly meant as one: 016 is no number, and 1.10 no text, as it may have been 1.1.
+    Raises:
+        ValueError: if it is not clearly meant as one: 016 is no number, and 1.10 no text, as it may have been 1.1.
     """
     kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     if type(value) in kinds:

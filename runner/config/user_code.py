@@ -116,7 +116,8 @@ def using(code: UserCode) -> Iterator[UserCode]:
 def passed(overrides: Iterable[str] = (), **parts: Any) -> UserCode:
     """Return the code that a caller passes: `parts` that are not None, and the files in `overrides`.
 
-    Raises `ConfigError` if there is no such part or file.
+    Raises:
+        ConfigError: if there is no such part or file.
     """
     for part in parts:
         check(part in PARTS, part, ABSENT, "there is no such argument;", did_you_mean(part, PARTS))
@@ -126,7 +127,8 @@ def passed(overrides: Iterable[str] = (), **parts: Any) -> UserCode:
 def typed_files(overrides: Iterable[str]) -> dict[str, File]:
     """Return the Python files in overrides such as `model=mine.py:Net` and `workload=mine.py`, by config group.
 
-    Raises `ConfigError` if there is no such file, or a name follows that of a workload.
+    Raises:
+        ConfigError: if there is no such file, or a name follows that of a workload.
     """
     files: dict[str, File] = {}
     for word in overrides:
@@ -176,7 +178,11 @@ def expanded(overrides: Iterable[str], is_new: bool) -> Iterator[str]:
 
 
 def check_given(named: Mapping[str, Any], source: str) -> None:
-    """Refuse a config with `named` code that is not given, and say what to type; `source` is the run to resume."""
+    """Check that all code that a config has `named` is given; `source` is the run that is resumed.
+
+    Raises:
+        ConfigError: otherwise; it says what to type.
+    """
     ours = {*_given.objects, *_given.files}
     missing = {part: str(name) for part, name in named.items() if not ours & {part, "workload"}}
     if not missing:
@@ -196,7 +202,8 @@ def check_given(named: Mapping[str, Any], source: str) -> None:
 def find(part: str) -> Any:
     """Return what is given as `part`; None if nothing is.
 
-    Raises `ConfigError` if a file cannot be executed, or does not define the name that was typed.
+    Raises:
+        ConfigError: if a file cannot be executed, or does not define the name that was typed.
     """
     if part in _given.objects:
         return _given.objects[part]
@@ -247,7 +254,11 @@ def errors_of(part: str) -> Iterator[None]:
 
 
 def hooks() -> Hooks:
-    """Return the hooks that are given. Raises `ConfigError` if one is not a function of these arguments."""
+    """Return the hooks that are given.
+
+    Raises:
+        ConfigError: if one is not a function of these arguments.
+    """
     found = {name: hook for name in Hooks._fields if (hook := find(name)) is not None}
     for name, hook in found.items():
         arguments = [*inspect.signature(Hooks._field_defaults[name]).parameters]
@@ -279,8 +290,10 @@ def _watched(name: str, hook: Callable[..., object]) -> Callable[..., object]:
 def pack(value: Any) -> bytes:
     """Return `value`, which may have objects of the user, for `unpack` in a process that this process starts.
 
-    What can be imported is sent by its name, and what is defined in a script or a notebook, by value. Raises
-    `ConfigError` if this is impossible.
+    What can be imported is sent by its name, and what is defined in a script or a notebook, by value.
+
+    Raises:
+        ConfigError: if this is impossible.
     """
     import cloudpickle
 

@@ -78,8 +78,8 @@ def yaml_text(values: Any) -> str:
 def read_config(path: Path) -> Any:
     """Return the content of a YAML file as an OmegaConf node; an empty mapping if the file is empty.
 
-    Raises `ConfigError`, with the path as its key, if the file cannot be read or parsed, or holds anything but plain
-    values.
+    Raises:
+        ConfigError: with the path as its key, if the file cannot be read or parsed, or holds anything but plain values.
     """
     name = os.path.relpath(path)
     try:

@@ -42,7 +42,11 @@ class Parallel:
     rounding."""
 
     def launcher(self, choice: Device) -> Launcher:
-        """Return the launcher of the mode's processes on the devices of `choice`; refuse what does not fit the mode."""
+        """Return the launcher that starts or joins the processes of the mode, on the devices that `choice` selects.
+
+        Raises:
+            ConfigError: if they do not fit the mode.
+        """
         return Launcher(self._devices(choice)[:1])
 
     def _devices(self, choice: Device) -> list[torch.device]:
@@ -57,8 +61,9 @@ class Parallel:
     def divide(self, session: Session) -> Plan:
         """Return the part of `session.plan`, which is that of a single process, that the process of `session` does.
 
-        Raises `ConfigError` if the batch, the devices, the workload or an option does not fit the mode. No data has
-        been read yet; what depends on it is checked in `check`.
+        Raises:
+            ConfigError: if the batch, the devices, the workload or an option does not fit the mode. No data has been
+                read yet; what depends on it is checked in `check`.
         """
         return session.plan
 
@@ -152,7 +157,11 @@ class Parallel:
     def load_full_state(
         self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, tensors: TensorDict, states: dict[str, Any]
     ) -> None:
-        """Load what `full_state` of this or another mode returned (see `full_state.load`); called on every rank."""
+        """Load what `full_state` of this or another mode returned; called on every rank.
+
+        Raises:
+            UnexpectedContentError: as in `full_state.load`.
+        """
         full_state.load(model, optimizer, tensors, states)
 
     def local_state(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -162,8 +171,9 @@ class Parallel:
     def load_local_state(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         """Load what `local_state` returned, after `load_full_state`; `state` is empty if this rank saved nothing.
 
-        Raises `ConfigError` if `state` does not fit the number of processes; `UnexpectedContentError` if `state` does
-        not have the expected form.
+        Raises:
+            ConfigError: if `state` does not fit the number of processes.
+            UnexpectedContentError: if `state` does not have the expected form.
         """
 
 

@@ -46,9 +46,10 @@ def load(
 ) -> None:
     """Load full tensors into the model, of which a rank takes its shards, and into the optimizer.
 
-    Raises `UnexpectedContentError` if names, shapes or dtypes differ from those of the model and the optimizer, a
-    tensor is not finite, or a value `step` in `optimizer_state` is negative. If only `optimizer_state` is wrong, the
-    model has been changed already.
+    Raises:
+        UnexpectedContentError: if names, shapes or dtypes differ from those of the model and the optimizer, a tensor is
+            not finite, or a value `step` in `optimizer_state` is negative. If only `optimizer_state` is wrong, the
+            model has been changed already.
     """
     held = model.state_dict()
     check_like(tensors, dict(held), "the model")

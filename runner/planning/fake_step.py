@@ -102,8 +102,10 @@ def trace_ranks(run: Run, session: Session) -> list[RankPlan]:
 
     If every rank has different samples or a different seed, all do the same work, and only rank 0 is traced. As tracing
     hundreds of micro-batches would take minutes, a step of three is traced instead: the memory is assumed to be the
-    same, and each further micro-batch to have the costs of the second. Raises `ConfigError` if the step fails because
-    torch cannot train with this config.
+    same, and each further micro-batch to have the costs of the second.
+
+    Raises:
+        ConfigError: if the step fails because torch cannot train with this config.
     """
     run, plan = with_cuts(run, session), session.plan  # the same stages for all ranks
     if (further := max(0, plan.accumulation - _TRACED)) > 0:
@@ -158,8 +160,10 @@ def trace_rank(run: Run, session: Session, rank: int, further: int = 0) -> RankP
 
     The tensors are on the CPU; on other devices, they have the same sizes. The model is not compiled; a compiled model
     keeps fewer activations. `run` names the blocks at which stages begin (see `with_cuts`); `session` is that of any
-    process; `further` is as in `StepTracker`. Raises `ConfigError` if the step fails because torch cannot train with
-    this config.
+    process; `further` is as in `StepTracker`.
+
+    Raises:
+        ConfigError: if the step fails because torch cannot train with this config.
     """
     if isinstance(run.parallel, Hogwild):  # each worker trains by itself, as a single device does
         run = dataclasses.replace(run, parallel=Parallel())

@@ -58,7 +58,8 @@ class Burst(NamedTuple):
 class Trial:
     """A run with a composed config that has started, in processes of its own, and has done its first step.
 
-    Raises `TrialError` if the run is refused or fails, or if the start and the first step take longer than `seconds`.
+    Raises:
+        TrialError: if the run is refused or fails, or if the start and the first step take longer than `seconds`.
     """
 
     def __init__(self, config: dict[str, Any], seconds: float):
@@ -87,8 +88,10 @@ class Trial:
     def burst(self, seconds: float) -> Burst:
         """Train without a pause for about `BURST_SECONDS`, judged by the burst before, and return what was measured.
 
-        A burst has at most eight times as many iterations of the training loop as the one before it. Raises
-        `TrialError` if the run fails, or the burst takes longer than `seconds`.
+        A burst has at most eight times as many iterations of the training loop as the one before it.
+
+        Raises:
+            TrialError: if the run fails, or the burst takes longer than `seconds`.
         """
         with contextlib.suppress(OSError):  # it has died: the reason is the next message
             self._connection.send(True)

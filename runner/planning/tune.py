@@ -81,8 +81,10 @@ class Search:
     def run(self, groups: Sequence[OptionGroup]) -> Candidate:
         """Measure candidates, and return the fastest, or the baseline if none is clearly faster.
 
-        The options of each group are combined with the fastest overrides of the groups before. Raises `TrialError` if
-        the baseline, with which all others are compared, cannot train or fails later.
+        The options of each group are combined with the fastest overrides of the groups before.
+
+        Raises:
+            TrialError: if the baseline, with which all others are compared, cannot train or fails later.
         """
         with closing(self._started(self.base, max(MAX_START, self._ends - self._clock()))) as trial:
             self._burst(self.base, trial)

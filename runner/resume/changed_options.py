@@ -43,8 +43,10 @@ class Difference(NamedTuple):
 def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[Difference]:
     """Return the options by which a session with the config `now` is another run than the one with the config `saved`.
 
-    How the run is computed is not compared: `_HOW`, and the options in `may_change_on_resume`. Raises `ConfigError` if
-    a config names a class that cannot be loaded.
+    How the run is computed is not compared: `_HOW`, and the options in `may_change_on_resume`.
+
+    Raises:
+        ConfigError: if a config names a class that cannot be loaded.
     """
     saved, now = redacted_values(dict(saved)), redacted_values(dict(now))
     keys = dict.fromkeys((*_ESSENTIAL, "optimizer", *now, *saved))
@@ -52,7 +54,11 @@ def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[Differ
 
 
 def check_resumable(saved: Mapping[str, Any], now: Mapping[str, Any], source: str) -> None:
-    """Refuse to continue `source`, of the config `saved`, with the config `now` if an essential option differs."""
+    """Check that the run or checkpoint `source` with the config `saved` can be continued with the config `now`.
+
+    Raises:
+        ConfigError: if an essential option differs: see `Difference`.
+    """
     found = [str(each) for each in differences(saved, now) if each.is_essential]
     why, remedy = f"another run: {'; '.join(found[:5])}", "take these back, or start a new run, without resume"
     check(not found, "resume", source, why, remedy)

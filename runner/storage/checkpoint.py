@@ -73,8 +73,8 @@ class Checkpoint:
 def load(path: Path, rank: int = 0) -> Checkpoint:
     """Load the checkpoint in the directory `path` for `rank`, after verifying the hashes of all its files.
 
-    Raises `DamagedError`, `ConfigError` or `OSError` as in `verified_manifest`, or if a file has other content than a
-    run writes.
+    Raises:
+        DamagedError, ConfigError, OSError: as in `verified_manifest`, or if a file has other content than a run writes.
     """
     manifest = verified_manifest(path)
     for name in (MODEL, STATE):
@@ -120,7 +120,8 @@ def part_file(rank: int, name: str) -> str:
 def chosen_checkpoint(run: Path, choice: str | int) -> Path:
     """Return the path of the checkpoint `best`, `last` (the newest intact one) or of a step in the run directory `run`.
 
-    Raises `ConfigError`, with the key `checkpoint`, if there is no such checkpoint, or it cannot be read.
+    Raises:
+        ConfigError: with the key `checkpoint`, if there is no such checkpoint, or it cannot be read.
     """
     try:
         if choice == "last":

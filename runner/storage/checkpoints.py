@@ -110,7 +110,8 @@ class Checkpoints:
     def wait(self) -> None:
         """Wait until the last checkpoint is written; on ranks other than 0, only their file of it.
 
-        Raises `StorageError` if the disk is full or fails, or another rank's file does not appear before the timeout.
+        Raises:
+            StorageError: if the disk is full or fails, or another rank's file does not appear before the timeout.
         """
         writing, self._writing = self._writing, None
         if writing is not None:
@@ -189,10 +190,12 @@ class Checkpoints:
     def latest(self, last_step: float = math.inf) -> Checkpoint | None:
         """Return on every rank the newest intact checkpoint up to `last_step`, with its state; None if there is none.
 
-        Rank 0 renames newer checkpoints, which are damaged, unless there is no intact one. Raises `ConfigError` if
-        there are damaged checkpoints, but no intact one, if the newest intact one was not written by this version, or
-        if `checkpoints` is a link; `OSError` if a file cannot be read for another reason, or a damaged checkpoint
-        cannot be renamed.
+        Rank 0 renames newer checkpoints, which are damaged, unless there is no intact one.
+
+        Raises:
+            ConfigError: if there are damaged checkpoints, but no intact one; if the newest intact one was not written
+                by this version; or if `checkpoints` is a link.
+            OSError: if a file cannot be read for another reason, or a damaged checkpoint cannot be renamed.
         """
         damaged: dict[Path, DamagedError] = {}
         found = None

@@ -33,7 +33,11 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Write `content` to `path`, which has its old or its new content even after a crash or a power loss."""
+    """Write `content` to `path`, which has its old or its new content even after a crash or a power loss.
+
+    Raises:
+        OSError: if the file cannot be written, or its directory cannot be flushed to disk.
+    """
     with renamed_together({path: content}):
         pass
 
@@ -42,7 +46,8 @@ def write_bytes(path: Path, content: bytes) -> None:
 def renamed_together(contents: Mapping[Path, bytes]) -> Iterator[None]:
     """A context manager that writes temporary files, and renames them when the block ends without an exception.
 
-    Raises `OSError` before the block, if the files cannot be written, for example because the disk is full.
+    Raises:
+        OSError: before the block, if the files cannot be written, for example because the disk is full.
     """
     parts = {path: path.with_name(f".{path.name}.part") for path in contents}
     try:
@@ -76,8 +81,9 @@ def sync(path: Path) -> None:
 def read_regular(path: Path, limit_bytes: int) -> bytes:
     """Return the content of a regular file of at most `limit_bytes`.
 
-    Raises `UnsafeFileError` if `path` is a link, a pipe, a socket or a device, or the file is too large; `OSError` if
-    `path` cannot be read, for example because it is a directory.
+    Raises:
+        UnsafeFileError: if `path` is a link, a pipe, a socket or a device, or the file is too large.
+        OSError: if `path` cannot be read, for example because it is a directory.
     """
     with open_regular(path) as file:
         content = file.read(limit_bytes + 1)
@@ -121,7 +127,8 @@ def check_no_link(directory: Path) -> None:
 def check_readable(key: str, path: Path) -> None:
     """Check that this process may look up `path`, which need not exist, and list its entries if it is a directory.
 
-    Raises `ConfigError`, with the key `key`, if a permission is missing, or `path` is too long.
+    Raises:
+        ConfigError: with the key `key`, if a permission is missing, or `path` is too long.
     """
     try:
         if stat.S_ISDIR(os.stat(path).st_mode):

@@ -36,8 +36,10 @@ def read_ledger(path: Path, typed: list[str] | None = None) -> dict[str, Any]:
     """Return the ledger of the sweep in the directory `path`; empty if there is none, or, with a warning, if damaged.
 
     It has the keys `typed`, `complete` (whether the sweep is complete) and `jobs` (the entry of each job, by its number
-    as a string), and usually `num_jobs` and `pid` (of the scheduler). Raises `ConfigError` if the ledger is damaged,
-    and its overrides are `typed`, those of a sweep to resume.
+    as a string), and usually `num_jobs` and `pid` (of the scheduler).
+
+    Raises:
+        ConfigError: if the ledger is damaged, and its overrides are `typed`, those of a sweep to resume.
     """
     ledger = None
     try:

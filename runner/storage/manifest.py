@@ -41,9 +41,11 @@ def verified_manifest(directory: Path) -> dict[str, Any]:
     """Return the manifest in `directory`, a dict, after verifying the hashes of the files that it lists.
 
     Its keys are `schema`, `files` (a dict from file name to SHA-256), `world_size`, `step`, and `best`, an evaluation.
-    Raises `DamagedError` if the manifest or a listed file is missing, or does not match its hash; `ConfigError` if the
-    checkpoint was written by an incompatible version of this project, or by something else; `OSError` if a file cannot
-    be read for another reason.
+
+    Raises:
+        DamagedError: if the manifest or a listed file is missing, or does not match its hash.
+        ConfigError: if the checkpoint was written by an incompatible version of this project, or by something else.
+        OSError: if a file cannot be read for another reason.
     """
     with _refusals(directory):
         manifest = read_manifest(directory)
@@ -67,8 +69,10 @@ def hashes_of_shared(directory: Path, other: Path) -> dict[str, str]:
 def saved_text(directory: Path, name: str) -> str | None:
     """Return the content of a text file in a checkpoint; None if the checkpoint was written without this file.
 
-    Only the hashes of the manifest and of this file are verified. Raises `DamagedError`, `ConfigError` or `OSError` as
-    in `verified_manifest`.
+    Only the hashes of the manifest and of this file are verified.
+
+    Raises:
+        DamagedError, ConfigError, OSError: as in `verified_manifest`.
     """
     with _refusals(directory):
         sha256 = read_manifest(directory)["files"].get(name)

@@ -80,8 +80,10 @@ def unique_name(overrides: Iterable[str] = ()) -> str:
 def create(parent: Path, name: str | None = None, overrides: Iterable[str] = (), key: str = "output_root") -> Path:
     """Create a new directory in `parent`, which need not exist, and return the absolute path of the new directory.
 
-    The name is `name`, or `unique_name(overrides)` if that is None. Raises `ConfigError`, with the key `key`, if the
-    directory cannot be created, for example because `name` exists.
+    The name is `name`, or `unique_name(overrides)` if that is None.
+
+    Raises:
+        ConfigError: with the key `key`, if the directory cannot be created, for example because `name` exists.
     """
     overrides, directory, why = list(overrides), parent, ""
     try:
@@ -182,8 +184,9 @@ def step_of(checkpoint: Path) -> int | None:
 def saved_steps(root: Path) -> list[int]:
     """Return the steps of the checkpoints in the directory `root`, including damaged ones, in increasing order.
 
-    Raises `UnsafeFileError` if `root` is a link, or anything else that is not a directory; `OSError` if `root` cannot
-    be read.
+    Raises:
+        UnsafeFileError: if `root` is a link, or anything else that is not a directory.
+        OSError: if `root` cannot be read.
     """
     with suppress(NotADirectoryError, ValueError):  # as in `entries`
         check_no_link(root)
@@ -200,7 +203,8 @@ def newest_step(directory: Path) -> int:
 def entries(directory: Path) -> list[Path]:
     """Return the paths of the entries of `directory`, sorted by name; an empty list if there is no such directory.
 
-    Raises `OSError` if it cannot be read. `Path.glob` would find no entries instead.
+    Raises:
+        OSError: if it cannot be read. `Path.glob` would find no entries instead.
     """
     with suppress(FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a path with a null character
         return sorted(directory.iterdir())
@@ -217,7 +221,11 @@ def readable_entries(parent: Path) -> list[Path]:
 
 
 def lock(directory: Path) -> IO[str] | None:
-    """Lock the run directory until the returned file is closed or this process exits; None if another one holds it."""
+    """Lock the run directory until the returned file is closed or this process exits; None if another one holds it.
+
+    Raises:
+        OSError: if the lock file cannot be opened or created.
+    """
     descriptor = os.open(directory / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
     file = os.fdopen(descriptor, "r+")
     try:
@@ -242,9 +250,11 @@ def check_regular(directory: Path) -> None:
     """Check that everything in a run directory is a regular file or a directory, before a run writes to it.
 
     With a link, a run could write or rename files outside of the run directory. Files in `checkpoints` may have several
-    hard links, because they are replaced, never written again. The content of `wandb` is not checked. Raises
-    `UnsafeFileError` if it contains a link, a pipe or a device, or is nested so deeply that Python cannot delete it;
-    `OSError` if a file or directory in it cannot be read.
+    hard links, because they are replaced, never written again. The content of `wandb` is not checked.
+
+    Raises:
+        UnsafeFileError: if it contains a link, a pipe or a device, or is nested so deeply that Python cannot delete it.
+        OSError: if a file or directory in it cannot be read.
     """
     remaining: list[tuple[str, ...]] = [()]
     while remaining:

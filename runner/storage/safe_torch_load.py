@@ -29,8 +29,12 @@ def load_tensors(path: Path) -> Any:
     """Return the tensors and plain values in a `torch.save` file, on the CPU.
 
     The file is loaded with `weights_only`, so that it cannot run code. The tensors of a zip archive are memory-mapped,
-    so that no storage can have more bytes than the file. Raises `UnexpectedContentError` if the file could take far
-    more memory than its own size, and any exception of torch, `zipfile`, `pickletools` or the operating system.
+    so that no storage can have more bytes than the file.
+
+    Raises:
+        UnexpectedContentError: if the file could take far more memory than its own size.
+        OSError: if the file cannot be read.
+        Exception: any exception of torch, `zipfile` or `pickletools`, if it is no valid file, or torch refuses it.
     """
     with open_regular(path) as file:
         is_zip = file.peek(len(_ZIP)).startswith(_ZIP)

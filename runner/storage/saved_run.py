@@ -51,7 +51,8 @@ def config_files(directory: Path, config: dict[str, Any], overrides: list[str]) 
 def parse_config(content: bytes) -> dict[str, Any]:
     """Return the plain values of a config that was written by `config_text`, with references (`${…}`) as texts.
 
-    Raises `UnreadableConfigError` if the SHA-256 does not match, or the config is not a mapping of plain values.
+    Raises:
+        UnreadableConfigError: if the SHA-256 does not match, or the config is not a mapping of plain values.
     """
     text, _, sha256 = content.partition(_SEAL)
     if sha256.strip() != hashlib.sha256(text).hexdigest().encode():
@@ -77,7 +78,10 @@ def saved_config(source: Path) -> SavedConfig:
     """Return the config of the run or the checkpoint at `source`, from the first intact one of its config files.
 
     For a run directory, these are its own, then the copies in its checkpoints, from the newest to the oldest; for a
-    checkpoint, its copy, then the config of the run directory. Raises `UnreadableConfigError` if no config can be read.
+    checkpoint, its copy, then the config of the run directory.
+
+    Raises:
+        UnreadableConfigError: if no config can be read.
     """
     unreadable = []
     try:
@@ -131,7 +135,8 @@ def named_checkpoint(source: str) -> Path | None:
 def checkpoints(path: Path) -> list[Path]:
     """Return the paths of all checkpoints of the run directory `path`, damaged or not, in the order of their steps.
 
-    Raises `ConfigError`, with the key `resume`, if the directory of the checkpoints is a link, or cannot be read.
+    Raises:
+        ConfigError: with the key `resume`, if the directory of the checkpoints is a link, or cannot be read.
     """
     root = path / "checkpoints"
     try:

@@ -49,8 +49,8 @@ def signature_text(signature: Mapping[str, Any]) -> str:
 def saved_signature(checkpoint: Path) -> dict[str, Any]:
     """Return the signature in a checkpoint (see `Workload.signature`); empty if the checkpoint was written without one.
 
-    Raises `DamagedError`, `ConfigError` or `OSError` as in `verified_manifest`, or if it has other content than a run
-    writes.
+    Raises:
+        DamagedError, ConfigError, OSError: as in `verified_manifest`, or if it has other content than a run writes.
     """
     text = saved_text(checkpoint, SIGNATURE)
     if text is None:
@@ -87,7 +87,11 @@ def _check(signature: Any) -> None:
 
 
 def check_same_names(saved: Mapping[str, Any], now: Mapping[str, Any], key: str = "data") -> None:
-    """Refuse, with `key`, other names of classes, targets or columns, or another order, where both have some."""
+    """Check that the names of classes, targets and columns are the same, in order, where both signatures have them.
+
+    Raises:
+        ConfigError: with `key` and both lists of names, if anything differs.
+    """
     for kind in ("classes", "targets", "columns"):
         there, here = saved.get(kind), now.get(kind)
         if there and here is not None and list(here) != list(there):
@@ -101,7 +105,8 @@ def check_same_names(saved: Mapping[str, Any], now: Mapping[str, Any], key: str 
 def check_same_samples(saved: Mapping[str, Any], now: Mapping[str, Any], accept: bool) -> str:
     """Return in words how the samples of a session (see `Workload.samples_identity`) differ from a checkpoint's, or "".
 
-    Raises `ConfigError` if anything differs, and `accept` is false.
+    Raises:
+        ConfigError: if anything differs, and `accept` is false.
     """
     if not saved or not now or saved == now:
         return ""

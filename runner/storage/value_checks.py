@@ -51,8 +51,10 @@ def check_like(value: Any, like: Any, where: str) -> None:
     - a range: an int in it;
     - a type: exactly this type, and not NaN; `float` also allows an int, and `object` allows everything.
 
-    Only the parts that `like` describes are examined, so a deep or cyclic value does no harm. Raises
-    `UnexpectedContentError` if `value`, which the message calls `where`, has another form.
+    Only the parts that `like` describes are examined, so a deep or cyclic value does no harm.
+
+    Raises:
+        UnexpectedContentError: if `value`, which the message calls `where`, has another form.
     """
     if isinstance(like, TensorSpec):
         _check_tensor(value, like, where)
@@ -82,7 +84,11 @@ def check_like(value: Any, like: Any, where: str) -> None:
 
 
 def check_known(value: Any, forms: Mapping[str, Any], required: Collection[str], where: str) -> None:
-    """Check, as `check_like`, that `value` is a dict with the keys `required`, and its items in `forms` have theirs."""
+    """Check that `value` is a dict with the keys `required`, and each of its values that is in `forms` has its form.
+
+    Raises:
+        UnexpectedContentError: as in `check_like`.
+    """
     check_like(value, dict, where)
     for key in required:
         _require(key in value, where, f"no {key}", "one")

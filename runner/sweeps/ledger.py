@@ -103,7 +103,8 @@ class Ledger:
     def update(self, number: int, **changes: Any) -> None:
         """Change the entry of job `number`, and write the ledger to its file; the value None removes a key.
 
-        Raises `StorageError` if the ledger cannot be written. The entry in `jobs` has changed nevertheless.
+        Raises:
+            StorageError: if the ledger cannot be written. The entry in `jobs` has changed nevertheless.
         """
         if changes.get("overrides") is not None:
             changes["overrides"] = [printable(text) for text in redacted_values(changes["overrides"])]

@@ -76,9 +76,11 @@ class Scheduler:
         A pruned job counts as done (0). After the first stop signal, which `stop` receives, the running jobs save and
         exit with code 75; jobs that have not begun are missing from the list.
 
-        Raises `KeyboardInterrupt` if the user presses Ctrl-C after a stop signal; `ConfigError` if a cluster rejects
-        the first jobs; and, after the running jobs have saved, `StorageError` if the ledger or the study of a search
-        cannot be written, or `ConfigError` if the result of a job shows that the sweep cannot continue.
+        Raises:
+            KeyboardInterrupt: if the user presses Ctrl-C after a stop signal.
+            StorageError: if the ledger, or the study of a search, cannot be written. The running jobs have saved.
+            ConfigError: the same, if the result of a job shows that the sweep cannot continue; or if a cluster rejects
+                the first jobs.
         """
         settled = self.ledger.settled_states.items()
         self.display.states.update((number, state) for number, state in settled if number < len(self.source))

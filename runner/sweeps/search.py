@@ -103,8 +103,9 @@ class Search(JobSource):
     def open(self, ledger: Ledger) -> None:
         """Open the study in the directory of the sweep, and queue the jobs of unfinished trials.
 
-        Raises `ConfigError` if the study is damaged or belongs to a search with another space, metric, `sweep.search`
-        or `sweep.seeds`.
+        Raises:
+            ConfigError: if the study is damaged or belongs to a search with another space, metric, `sweep.search` or
+                `sweep.seeds`.
         """
         self._ledger, self._study = ledger, self._open_study(ledger.path)
         for frozen in self._study.get_trials(deepcopy=False):

@@ -110,7 +110,11 @@ class SweepJobs:
             yield list(itertools.chain(*words))
 
     def compose(self, number: int, overrides: list[str]) -> ComposedJob:
-        """Compose the config of job `number` from its overrides and those in `common`, or raise one of `REFUSALS`."""
+        """Compose the config of job `number` from its overrides and those in `common`.
+
+        Raises:
+            ConfigError, HydraException, OmegaConfBaseException: if the config cannot be composed.
+        """
         return self._composer.job(self._config, number, [*overrides, *self.common])
 
     def _dimension(self, override: Override) -> Dimension:
@@ -140,7 +144,8 @@ class SweepJobs:
 def parse_zip(word: str) -> tuple[str, list[str]] | None:
     """Parse `NAME=zip(…)`: `pairs=zip(a=[1,2],b=[3,4])` gives `("pairs", ["a=1,2", "b=3,4"])`, others None.
 
-    Raises `ConfigError` if fewer than two keys are paired, or a value is not a list.
+    Raises:
+        ConfigError: if fewer than two keys are paired, or a value is not a list.
     """
     found = _ZIP.fullmatch(word)
     if found is None:

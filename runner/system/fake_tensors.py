@@ -45,8 +45,10 @@ real tensors and compute the update, which takes 4 s for ResNet50."""
 def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
     """Within this context, the default process group has `world_size` ranks; only this process, `rank`, exists.
 
-    Collectives return at once, and the values in their outputs mean nothing. Raises `ValueError` if there is a default
-    process group already.
+    Collectives return at once, and the values in their outputs mean nothing.
+
+    Raises:
+        ValueError: if there is a default process group already.
     """
     import torch.testing._internal.distributed.fake_pg  # registers the backend
     from torch import distributed

@@ -64,7 +64,12 @@ def source(root: Path = _ROOT) -> dict[str, Any] | None:
 
 
 def git(directory: Path, *words: str, timeout: float = 10) -> str:
-    """Return what git prints for `words` in `directory`; raise `OSError` if it is missing, else `SubprocessError`."""
+    """Return what git prints when it is called with `words` in `directory`.
+
+    Raises:
+        OSError: if git is missing.
+        subprocess.SubprocessError: if it fails, or takes longer than `timeout` seconds.
+    """
     # In a git hook, GIT_* variables refer to the repository of the hook.
     variables = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     command = ["git", "-C", str(directory), *words]

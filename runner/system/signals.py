@@ -188,7 +188,8 @@ def run_main(main: Callable[[], int]) -> int:
 def before_training() -> None:
     """Let stop signals end the command at once, until the training loop enters a `StopRequest`.
 
-    Raises `SystemExit` if a stop signal arrived while this process trained an earlier run.
+    Raises:
+        SystemExit: if a stop signal arrived while this process trained an earlier run.
     """
     command = _installed()
     if isinstance(command, CommandSignals):

@@ -84,8 +84,9 @@ class MetricBuffer:
     def peek(self, all_reduce: Callable[[MetricSums], MetricSums]) -> torch.Tensor:
         """Wait for the device, and return the sums over all ranks, float32 [num_rows, num_metrics] on the CPU.
 
-        Raises `DivergedError` if a sum is not finite. It names the first such step; if the processes divide the steps
-        among themselves, this process's step in the first such round, although that of another may be the cause.
+        Raises:
+            DivergedError: if a sum is not finite. It names the first such step; if the processes divide the steps among
+                themselves, this process's step in the first such round, although that of another may be the cause.
         """
         table = torch.cat(self._rows)
         self._rows = [table]

@@ -45,8 +45,10 @@ class Copy(NamedTuple):
 def copy_of(commit: str) -> Iterator[Copy]:
     """A context with a copy of the repository of the current directory, as it was at `commit`.
 
-    Nothing is written to the repository. What git does not track, such as data, is linked into the copy. Raises
-    `ConfigError` if the current directory is in no repository, or there is no such commit.
+    Nothing is written to the repository. What git does not track, such as data, is linked into the copy.
+
+    Raises:
+        ConfigError: if the current directory is in no repository, or there is no such commit.
     """
     here = Path.cwd()
     try:
@@ -68,8 +70,11 @@ def copy_of(commit: str) -> Iterator[Copy]:
 def trained_in(copy: Copy, overrides: Sequence[str], config_dir: str | None) -> Path:
     """Train a run with the code of `copy`, in a process of its own, and return its directory, beside the copy.
 
-    Modules that this process imports from the repository are imported from the copy. Raises `ConfigError` if the code
-    refuses the config, which it has explained on standard error; `CommitError` if the run crashes or diverges.
+    Modules that this process imports from the repository are imported from the copy.
+
+    Raises:
+        ConfigError: if the code refuses the config, which it has explained on standard error.
+        CommitError: if the run crashes or diverges.
     """
     runs, directory = copy.files.parent / "runs", copy.files / Path.cwd().resolve().relative_to(copy.top)
     directory.mkdir(parents=True, exist_ok=True)

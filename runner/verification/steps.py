@@ -64,8 +64,11 @@ def first_steps(runs: Sequence[Run]) -> list[Steps]:
     """Train the first steps of all runs in the same processes, and return their records in the order of `runs`.
 
     The runs must differ only in their precision. If the device does not support float64, runs in float64 are left out.
-    Raises `ConfigError` if a run is refused, if a single device cannot compute the same results, or if all runs are in
-    float64 and the device does not support it; `RankError` if a process fails.
+
+    Raises:
+        ConfigError: if a run is refused, if a single device cannot compute the same results, or if all runs are in
+            float64 and the device does not support it.
+        RankError: if a process fails.
     """
     launcher = runs[0].parallel.launcher(runs[0].device)
     with tempfile.TemporaryDirectory(prefix="runner-verify-") as scratch, launcher.connect() as collectives:

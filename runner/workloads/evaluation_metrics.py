@@ -42,7 +42,11 @@ class EvaluationMetrics:
         return Tally(self._metrics, device)
 
     def compute(self, sums: MetricSums, device: torch.device) -> dict[str, float]:
-        """Return the value of each metric, computed on `device`, given the sums over all ranks; refuse other values."""
+        """Return the value of each metric, computed on `device`, given the metric sums over all ranks.
+
+        Raises:
+            ConfigError: if the value of a metric is neither a number nor an array of numbers.
+        """
         parts, values = sums.get(_KEY, []), {}
         samples = _samples(parts, device)
         for name, metric in self._metrics.items():
@@ -58,8 +62,10 @@ class EvaluationMetrics:
     def try_on(self, outputs: Any, targets: torch.Tensor) -> None:
         """Compute the metrics of a batch, so that mistakes in their code show before the first step.
 
-        Other errors are not raised: a batch may lack what a metric needs, such as samples of all classes. Raises
-        `ConfigError` if a metric uses a name, an attribute or an argument that does not exist, or is no number.
+        Other errors are not raised: a batch may lack what a metric needs, such as samples of all classes.
+
+        Raises:
+            ConfigError: if a metric uses a name, an attribute or an argument that does not exist, or is no number.
         """
         for name, metric in self._metrics.items():
             tally = Tally({name: metric}, targets.device)

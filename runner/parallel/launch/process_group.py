@@ -33,8 +33,10 @@ def init_process_group(rank_info: RankInfo, kind: str, timeout: float, external:
 
     A collective waits for other ranks for `timeout` seconds. On the CPU, the supervisor of ranks that we have started
     enforces it, and not gloo, which counts time during which all processes are suspended. Ranks are `external` if
-    torchrun or SLURM has started them. Raises `RuntimeError` if the store cannot be reached, or the other ranks do not
-    join in time.
+    torchrun or SLURM has started them.
+
+    Raises:
+        RuntimeError: if the store cannot be reached, or the other ranks do not join in time.
     """
     global _progress
     _progress = int(kind == "cpu")

@@ -115,8 +115,8 @@ class ExternalProcesses(Launcher):
     def connect(self) -> Iterator[Collectives]:
         """Join the process group, and yield the collectives of this process.
 
-        Raises `ConfigError` on every rank, if a rank has no device, the devices do not fit together, or not all ranks
-        join.
+        Raises:
+            ConfigError: on every rank, if a rank has no device, the devices do not fit together, or not all ranks join.
         """
         timeout, count = self.mode.timeout, self.rank_info.world_size
         with StopRequest():  # from here on, the ranks stop only together, after a step that all of them reach

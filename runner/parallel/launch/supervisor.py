@@ -160,7 +160,10 @@ class Supervisor(AbstractContextManager):
         """Wait for all ranks, and return their return values, in the order of the ranks.
 
         After a stop signal, SIGUSR1 is sent once to all ranks, which finish their step, save a checkpoint and end.
-        Raises the `ConfigError` of a rank, or `RankError` of the first that failed, died or hung.
+
+        Raises:
+            ConfigError: if a rank raised a ConfigError.
+            RankError: if a rank failed, died or hung; the error names the first such rank.
         """
         passed_on = False
         while any(report is None for report in self.reports):

@@ -38,7 +38,9 @@ def num_micro_batches(
     """Return the number of micro-batches into which `samples` are split; by default, about four per stage.
 
     `split_size`, the number of samples per micro-batch, or `count`, that of micro-batches, is what the user asks for.
-    Raises `ConfigError` if this is impossible; the error names the nearest possible numbers.
+
+    Raises:
+        ConfigError: if this is impossible; the error names the nearest possible numbers.
     """
     why_not = partial(violation, schedule, num_stages, num_processes)
     possible = [number for number in divisors(samples) if not why_not(number)]

@@ -59,14 +59,17 @@ class Pool(AbstractContextManager["Pool"]):
         """Start `job`, or take over the process that a killed command started for it.
 
         Return its devices or queue entry, as the user sees them, for example `GPU 0`; None if it cannot start yet.
-        Raises `ConfigError` if the job can never run here, because it needs more resources than there are.
+
+        Raises:
+            ConfigError: if the job can never run here, because it needs more resources than there are.
         """
 
     @abstractmethod
     def wait(self, seconds: float) -> list[Ended]:
         """Return the jobs that have ended since the last call. If none has, wait for one, but at most `seconds`.
 
-        Raises `ConfigError` if a cluster rejects the first jobs, probably because of an invalid option.
+        Raises:
+            ConfigError: if a cluster rejects the first jobs, probably because of an invalid option.
         """
 
     @abstractmethod
@@ -122,12 +125,17 @@ class Engine(ABC):
         """Return the demand of a job that needs devices that this machine, perhaps a login node, does not have; None if
         the engine runs jobs only here.
 
-        Raises `ConfigError` if the option for the number of GPUs is not set.
+        Raises:
+            ConfigError: if the option for the number of GPUs is not set.
         """
 
     @abstractmethod
     def connect(self, num_jobs: int, path: Path) -> AbstractContextManager[Pool]:
-        """Return the pool for the sweep in `path`, as a context; refuse an engine that cannot be used here."""
+        """Return the pool for the sweep in `path`, as a context.
+
+        Raises:
+            ConfigError: if the engine cannot be used, for example because a package is not installed.
+        """
 
 
 class Resources(NamedTuple):

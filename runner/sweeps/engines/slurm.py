@@ -123,7 +123,11 @@ class _Started:
 
 
 class SlurmPool(Pool):
-    """The jobs of a sweep that are waiting or running in SLURM, of which squeue lists those of an earlier command."""
+    """The jobs of a sweep that are waiting or running in SLURM.
+
+    Raises:
+        SlurmError: if squeue, which lists the jobs of an earlier command, fails.
+    """
 
     def __init__(self, options: Slurm, path: Path):
         self._options, self._folder = options, (path / SLURM).absolute()
@@ -298,7 +302,11 @@ def _stop(ids: list[str]) -> None:
 
 
 def queue(name: str) -> dict[str, tuple[str, str]]:
-    """Return the job ID and the state of all jobs of the arrays called NAME-TOKEN, by handle, or raise `SlurmError`."""
+    """Return the SLURM job ID and the state of all jobs of the arrays called NAME-TOKEN, by handle.
+
+    Raises:
+        SlurmError: if squeue fails, or its output cannot be parsed.
+    """
     found = {}
     flags = ("--noheader", "--array", "--states=all", f"--user={os.getuid()}", "--format=%i|%j|%T")
     for line in answer("squeue", *flags).splitlines():
