@@ -146,18 +146,14 @@ def _folders(paths: Iterable[Path]) -> Iterator[tuple[Path, bool]]:
     for path in paths:
         for top, subfolders, files in walk(path):
             folder = Path(top)
-            if is_run := _is_run(folder, files):
+            # Hydra writes a config.yaml, too, but without a SHA-256.
+            known = CONFIG in files and (ENVIRONMENT in files or RESULT in files or is_of_a_run(folder))
+            if is_run := known or newest_step(folder) > 0:
                 subfolders.clear()
             subfolders.sort()
             if (real := folder.resolve()) not in seen:
                 seen.add(real)
                 yield folder, is_run
-
-
-def _is_run(folder: Path, files: list[str]) -> bool:
-    """Return whether `folder` is a run directory. Hydra writes a config.yaml, too, but without a SHA-256."""
-    known = CONFIG in files and (ENVIRONMENT in files or RESULT in files or is_of_a_run(folder))
-    return known or newest_step(folder) > 0
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import logging
 import random
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from numbers import Real
 from typing import Any, ClassVar, NamedTuple
 
@@ -20,7 +21,7 @@ from runner.config.errors import ABSENT, ConfigError, check, check_range, descri
 from runner.data.base import Batch, Data, DataError, Samples, shard_bounds
 from runner.data.image_files import to_device
 from runner.data.memory import ArraySamples
-from runner.data.workers import Workers, shared
+from runner.data.workers import Workers, call_shared
 from runner.seeds import derive, sample_seeds, seeded
 
 log = logging.getLogger(__name__)
@@ -210,7 +211,7 @@ class DatasetSamples(Samples):
 
     def __init__(self, fetches: Sequence[Fetch], number: int, workers: Workers, content: str):
         self.fetch, self._workers, self._content = fetches[number], workers, content
-        self._load: Callable[[Any], Any] = shared(number) if workers.count else fetches[number]
+        self._load: Callable[[Any], Any] = partial(call_shared, number) if workers.count else fetches[number]
         self.num_workers = workers.count
         self.example = Batch(*self.fetch(Job([0], [0])))
         self.shape = tuple(self.example.inputs.shape[1:])

@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from functools import partial
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -39,7 +38,7 @@ class Workers:
         count: number of processes; with none, the process that reads loads the batches.
         timeout: seconds to wait for a batch.
         ahead: number of batches that each process loads in advance.
-        functions: functions of the user that load batches. Each process gets them once; see `shared`.
+        functions: functions of the user that load batches. Each process gets them once; see `call_shared`.
     """
 
     def __init__(self, count: int, timeout: float = 120, ahead: int = 2, functions: Sequence[Callable] | None = None):
@@ -143,12 +142,8 @@ def default_count() -> int:
 _functions: Sequence[Callable[[Any], Any]] = ()
 
 
-def shared(number: int) -> Callable[[Any], Any]:
-    """Return a function that calls, in a worker, the one with this number among the `functions` of its `Workers`."""
-    return partial(_call_shared, number)
-
-
-def _call_shared(number: int, job: Any) -> Any:
+def call_shared(number: int, job: Any) -> Any:
+    """Call, in a worker, the function with this number among the `functions` of its `Workers`."""
     return _functions[number](job)
 
 

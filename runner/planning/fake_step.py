@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -184,7 +185,11 @@ def trace_rank(run: Run, session: Session, rank: int, further: int = 0) -> RankP
             batches = tracker.counting(part.batches(state.model, 0))
             state.model.train()
             placed = sum(tracker.peak.values())
-            _create_optimizer_state(state)
+            # Create the optimizer state and the averaged weights, as the first update does, without a forward pass.
+            for parameter in state.model.parameters():
+                parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
+            run.precision.step(state.optimizer, None)
+            state.average.update()
             _classify(tracker, state)
             for step in part.plan.steps(0, 2 * part.plan.steps_per_round):
                 tracker.begin()
@@ -219,7 +224,7 @@ def _planned(workload: Workload, tracker: StepTracker) -> Workload:
     def batches(model: torch.nn.Module, plan: Plan, after_step: int, device: torch.device) -> Iterator[Any]:
         stream = copied.fake_batches(model, plan, device) or real_batches(model, plan, after_step, device)
         while True:
-            with tracker.allocating_data():
+            with patch.object(tracker, "allocates_data", True):
                 batch = next(stream)
             yield batch
 
@@ -232,15 +237,6 @@ def _planned_samples(samples: Samples) -> Samples:
     batches = copied.batches
     copied.batches = lambda micros, seed, device: copied.fake_batches(micros, device) or batches(micros, seed, device)
     return copied
-
-
-def _create_optimizer_state(state: State) -> None:
-    """Create the optimizer state and the averaged weights, as the first update does, without a forward pass."""
-    for parameter in state.model.parameters():
-        if parameter.requires_grad:
-            parameter.grad = torch.empty_like(parameter)
-    state.run.precision.step(state.optimizer, None)
-    state.average.update()
 
 
 def _saved(state: State) -> dict[str, int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
@@ -73,7 +72,7 @@ class StepTracker(TorchDispatchMode):
     def __init__(self, fake_mode: Any, further: int = 0):
         super().__init__()
         self._fake_mode, self._further = fake_mode, further
-        self._allocates_data = False
+        self.allocates_data = False
         self.current: dict[str, int] = dict.fromkeys(KINDS, 0)
         """Allocated bytes by kind."""
         self._storages: dict[int, tuple[str, int, Any]] = {}
@@ -135,7 +134,7 @@ class StepTracker(TorchDispatchMode):
         key = storage._cdata
         if key not in self._storages:
             is_forward = torch.is_grad_enabled() and not _in_backward()
-            kind = "data" if self._allocates_data else "activations" if is_forward else "temporary"
+            kind = "data" if self.allocates_data else "activations" if is_forward else "temporary"
             self._storages[key] = (kind, 0, weakref.ref(storage, lambda _: self._remove(key)))
             self._set(key, kind, storage.nbytes())
 
@@ -148,15 +147,6 @@ class StepTracker(TorchDispatchMode):
     def _remove(self, key: int) -> None:
         kind, size, _ = self._storages.pop(key)
         self.current[kind] -= size
-
-    @contextmanager
-    def allocating_data(self) -> Iterator[None]:
-        """Count what is allocated within this context as `data`."""
-        self._allocates_data = True
-        try:
-            yield
-        finally:
-            self._allocates_data = False
 
     def set_kind(self, kind: str, tensors: Iterable[Any]) -> None:
         """Count the storages of `tensors` as `kind` from now on; ignore items that are not tensors, such as None."""

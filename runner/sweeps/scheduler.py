@@ -112,19 +112,16 @@ class Scheduler:
     def _start_jobs(self, stop: StopRequest) -> int:
         """Start jobs while the pool has room; return the number of jobs that were started or needed no start."""
         count = 0
-        while not (self._stopping or stop.received) and self.pool.has_room() and (job := self._next()) is not None:
-            if not self._start(job):
-                self._waiting.appendleft(job)
+        while not (self._stopping or stop.received) and self.pool.has_room():
+            if not self._waiting:
+                with self._errors_stop_the_sweep():
+                    if (job := self.source.next()) is not None:
+                        self._waiting.append(job)
+            if not self._waiting or not self._start(self._waiting[0]):
                 break
+            self._waiting.popleft()
             count += 1
         return count
-
-    def _next(self) -> Job | None:
-        if self._waiting:
-            return self._waiting.popleft()
-        with self._errors_stop_the_sweep():
-            return self.source.next()
-        return None
 
     def _start(self, job: Job) -> bool:
         """Start `job`, unless it is settled or refused: then the next may start. Return False if it waits for room."""
