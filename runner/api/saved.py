@@ -193,10 +193,8 @@ class SavedRun:
         """Return the transform that turns images into inputs of the model, as in the evaluation of the run."""
         signature = self.signature(choice)
         why = "its checkpoint does not say how images are read"
-        remedy = (
-            "name a run that classifies square images; runner evaluate takes all runs, runner play those of agents; "
-        )
-        remedy += 'runner.load(RUN).model("best")(inputs) predicts, with load(RUN, model=…) for a network of your own'
+        remedy = "name a run that classifies square images; runner evaluate takes all runs, runner play those of agents"
+        remedy += '; runner.load(RUN).model("best")(inputs) predicts, with load(RUN, model=…) for a network of your own'
         check(signature.get("image") is not None, "directory", str(self.directory), why, remedy)
         return ImageInput(**signature["image"])
 

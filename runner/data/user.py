@@ -68,12 +68,8 @@ class UserData(Data):
         why = f"a training input has the shape {list(train.shape)}, a held-out one {list(held_out.shape)}"
         check(train.shape == held_out.shape, "", ABSENT, why, "let both data sets have inputs of one shape")
         first, second = ([*(getattr(each, "class_names", None) or ())] for each in (train, held_out))
-        why = (
-            f"the training samples have the classes {first}, the held-out ones {second}: targets mean different classes"
-        )
-        remedy = (
-            "let both have the same classes, as ImageFolder(…, allow_empty=True) with an empty directory for a class"
-        )
+        why = f"training samples have the classes {first}, held-out ones {second}: targets mean different classes"
+        remedy = "let both have the same classes: ImageFolder(…, allow_empty=True) with an empty directory for a class"
         check(not first or second == first[: len(second)], "", ABSENT, why, remedy)
         for kind, samples in (("training", train), ("held-out", held_out)):
             parts = {"inputs": samples.inputs, "targets": samples.targets} if isinstance(samples, ArraySamples) else {}

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -224,8 +223,9 @@ def _planned(workload: Workload, tracker: StepTracker) -> Workload:
     def batches(model: torch.nn.Module, plan: Plan, after_step: int, device: torch.device) -> Iterator[Any]:
         stream = copied.fake_batches(model, plan, device) or real_batches(model, plan, after_step, device)
         while True:
-            with patch.object(tracker, "allocates_data", True):
-                batch = next(stream)
+            tracker.allocates_data = True
+            batch = next(stream)
+            tracker.allocates_data = False
             yield batch
 
     copied.batches = batches
