@@ -61,17 +61,12 @@ def _suggested(trial: Trial, dimension: Dimension) -> list[str]:
     return labels[str(trial.suggest_categorical(dimension.name, list(labels)))]
 
 
-class _UntriedSampler(BaseSampler):
+class _UntriedSampler(RandomSampler):
     """Suggests what another sampler suggests, or a random allowed value if that is not allowed."""
 
     def __init__(self, sampler: BaseSampler, allowed: Sequence[Any], seed: int):
+        super().__init__(seed)
         self._sampler, self._allowed, self._seed = sampler, allowed, seed
-
-    def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
-        return {}
-
-    def sample_relative(self, study: Study, trial: FrozenTrial, search_space: dict[str, Any]) -> dict[str, Any]:
-        return {}
 
     def sample_independent(
         self, study: Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution

@@ -45,8 +45,7 @@ class Timeline:
         It is on until `on` is set to false; its spans are kept until `take` or the next recording.
         """
         self._records, self.on = [], True
-        for device in self.devices:
-            synchronize(device)
+        synchronize(*self.devices)
         barrier()
         self._origins = {device: _now(device) for device in self.devices}
 
@@ -64,8 +63,7 @@ class Timeline:
         """Return the recorded spans, and clear the recording."""
         if not self._records:
             return []
-        for device in self.devices:
-            synchronize(device)
+        synchronize(*self.devices)
         spans = [
             Span(stage, kind, micro, *(_between(self._origins[device], moment) for moment in times))
             for stage, kind, micro, device, *times in self._records
