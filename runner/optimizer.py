@@ -154,7 +154,6 @@ def learning_rates(optimizer: torch.optim.Optimizer) -> dict[str, float]:
 
 
 def trainable(model: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """Return the parameters of `model` that require gradients."""
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 

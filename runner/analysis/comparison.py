@@ -197,7 +197,6 @@ class Comparison:
         return numbers | run.measures
 
     def title(self, measure: str) -> str:
-        """Return the title of the column of a measure."""
         metric = {BEST: f"best {self.metric}", LAST: f"last {self.metric}"}
         return one_line((metric | {RATE: "samples/s", STEP_SECONDS: "seconds per step"}).get(measure, measure))
 

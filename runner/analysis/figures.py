@@ -63,7 +63,6 @@ def shown(text: str, width: int = 30) -> str:
 
 
 def _labels(rows: Sequence[Row]) -> list[str]:
-    """Return a label for each of `rows`, with its values of all keys."""
     values = [", ".join(f"{key}={as_typed(value)}" for key, value in row.values.items()) for row in rows]
     return [shown(each, 60) or "all runs" for each in values]
 

@@ -112,7 +112,6 @@ class MeasuredRun:
 
     @property
     def mode(self) -> str:
-        """The parallel mode."""
         return str(self.labels.get("parallel", "single"))
 
     @property

@@ -43,7 +43,6 @@ class Contrast(NamedTuple):
 
     @property
     def test(self) -> str:
-        """The name of the test."""
         if math.isnan(self.df):
             return "exact permutation test"
         return "paired t-test" if self.is_paired else "Welch's t-test"

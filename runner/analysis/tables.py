@@ -28,8 +28,6 @@ _MAX_WIDTH = 60  # of a cell that is not wrapped, in characters
 
 
 class TextTable(NamedTuple):
-    """A table of texts."""
-
     titles: list[str]
     rows: list[list[str]]
     caption: str = ""
@@ -43,7 +41,6 @@ class TextTable(NamedTuple):
         return found
 
     def markdown(self) -> str:
-        """Return the table as Markdown."""
         lines = [self.titles, ["---"] * len(self.titles), *self.rows]
         escaped = [[cell.replace("|", "\\|").replace("\n", " ") for cell in line] for line in lines]
         return "\n".join(([f"{self.caption}:", ""] if self.caption else []) + [f"| {' | '.join(c)} |" for c in escaped])
@@ -79,7 +76,6 @@ def _in_blocks(part: TextTable, width: int) -> Iterator[Table]:
 
 
 def markdown(comparison: Comparison) -> str:
-    """Return the tables and the notes of a comparison as Markdown."""
     return "\n\n".join([*(table.markdown() for table in text_tables(comparison)), *notes(comparison)]) + "\n"
 
 

@@ -24,7 +24,6 @@ from runner.storage.files import check_readable
 
 @command
 def main(arguments: Sequence[str] | None) -> int:
-    """Print a table of runs."""
     parser = parser_of_runs("compare", "Compare runs: the options that differ, and what came of them.")
     against = "compare with this row, by options in which it differs or one of its runs (default: the best)"
     parser.add_argument("--against", metavar="KEY=VALUE|RUN", help=against)

@@ -42,7 +42,6 @@ _WEIGHTS = (".safetensors", ".pt", ".pth")
 
 @command
 def main(arguments: Sequence[str] | None) -> int:
-    """Write the file that the command line names, and print what it has."""
     parser = Parser("convert", __doc__, overrides=True, config_dir=False)
     parser.add_argument("source", metavar="SOURCE", help="a run directory, or a file of weights")
     formats = "weights: a .safetensors file, or a state dict as .pt or .pth; the model as a program: .pt2 or .onnx"

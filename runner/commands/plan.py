@@ -28,7 +28,6 @@ DOES_NOT_FIT = 3
 
 @command
 def main(arguments: Sequence[str] | None) -> int:
-    """Print the plan of the config that the arguments compose."""
     parser = Parser("plan", __doc__, overrides=True)
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     parser.add_argument("--devices", type=int, help="number of devices of the machine (default: those of this machine)")

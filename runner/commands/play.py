@@ -36,7 +36,6 @@ _FRAMES_PER_SECOND = 25
 
 @command
 def main(arguments: Sequence[str] | None) -> int:
-    """Play as the command line says."""
     parser = Parser("play", __doc__, overrides=True, config_dir=False)
     parser.add_run("the run directory of an agent")
     parser.add_argument("--episodes", metavar="N", type=int, default=1, help="number of episodes (default: 1)")

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 @command
 def main(arguments: Sequence[str] | None) -> int:
-    """Print the predictions for the images that the command line names."""
     parser = Parser("predict", __doc__)
     parser.add_run()
     parser.add_argument("files", metavar="FILE|DIRECTORY", nargs="+", help="images, or directories of images")

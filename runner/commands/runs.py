@@ -27,7 +27,6 @@ _UNITS = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0, "w": 7 * 86400.0}
 
 @command
 def main(arguments: Sequence[str] | None) -> int:
-    """List runs."""
     parser = Parser("runs", __doc__)
     parser.add_argument("path", metavar="PATH", nargs="?", default="outputs", help="a directory (default: outputs)")
     parser.add_argument("--status", metavar="A,B", default=",".join(STATES), help=f"only these: {', '.join(STATES)}")

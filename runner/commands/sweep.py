@@ -28,7 +28,6 @@ _FAILED = ("crashed", "refused", "diverged")
 
 @command
 def main(arguments: Sequence[str] | None) -> int:
-    """Print the state of the sweep that the command line names."""
     parser = Parser("sweep", "Show what became of the jobs of a sweep.")
     parser.add_argument("path", metavar="PATH", help="the directory of the sweep: outputs/sweeps/NAME/DATE…")
     path = Path(os.path.expanduser(parser.parsed(arguments).path))

@@ -37,7 +37,6 @@ def main(arguments: Sequence[str] | None) -> int:
 
 
 def parser() -> Parser:
-    """Return the parser of the command that trains."""
     parser = Parser("", None, overrides=True, add_help=False)
     for flag in (["--help", "-h"], ["--version"]):
         parser.add_argument(*flag, action="store_true")

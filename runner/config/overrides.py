@@ -163,7 +163,6 @@ def canonical_override(override: str) -> str:
 
 
 def hydra_quoted(value: str) -> str:
-    """Return a text in quotes for Hydra's grammar."""
     # Hydra takes backslashes for escapes only if a quote follows them.
     return "'" + re.sub(r"(\\*)('|\Z)", lambda found: found[1] * 2 + "\\'" * bool(found[2]), value) + "'"
 

@@ -58,7 +58,6 @@ def option_fields(cls: type) -> list[str]:
 
 @cache
 def field_types(cls: type) -> Mapping[str, Any]:
-    """Return the type of each field of the component class `cls`, by field name."""
     # `typing.get_type_hints` would evaluate all annotations, including those that only a type checker can resolve.
     names = {field.name for field in dataclasses.fields(cls) if field.init}
     types = {}

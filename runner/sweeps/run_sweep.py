@@ -99,7 +99,6 @@ class StopSweep(StopRequest):
 
 
 def _search(jobs: SweepJobs, planner: Planner) -> Search:
-    """Check the options of a search, and return what it does."""
     from runner.sweeps.search import Objective, Search  # it imports Optuna, which is optional
 
     options, (metric, goal) = jobs.engine, planner.best

@@ -57,7 +57,6 @@ class Dimension(NamedTuple):
 
     @property
     def varies(self) -> bool:
-        """Whether the dimension has several values."""
         return len(self.choices) > 1 or self.interval is not None
 
 

@@ -113,7 +113,6 @@ def set_random_state(device: torch.device, state: torch.Tensor) -> None:
 
 
 def has_tf32(device: torch.device) -> bool:
-    """Return whether the matrix products of `device` can be computed in TF32."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
 
 

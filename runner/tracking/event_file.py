@@ -77,7 +77,6 @@ class EventFile:
             os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Close the file."""
         with suppress(OSError):  # `add` has reported it
             self._file.close()
 

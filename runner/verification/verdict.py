@@ -82,7 +82,6 @@ class Row(NamedTuple):
 
     @property
     def verdict(self) -> Verdict:
-        """The verdict on this row alone."""
         is_exact = self.exact is None or self.exact.size <= self.exact_limit
         limit = self.tolerance if self.exact is None or self.is_noisy else max(self.limit, self.tolerance)
         if is_exact and (self.configured is None or self.configured.size <= limit):

@@ -22,8 +22,6 @@ class Demand(NamedTuple):
 
 
 class Job(NamedTuple):
-    """A job of a sweep."""
-
     number: int  # from 0
     arguments: list[str]  # of its command, `python -m runner`
     console: Path  # the file to which the command prints
@@ -37,8 +35,6 @@ class Job(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """The end of a job."""
-
     number: int
     code: int | None  # negative if a signal killed it (-9 for SIGKILL); None: unknown
     reason: str = ""  # why it is unknown, for example because the machine has failed

@@ -104,8 +104,6 @@ class _Running(NamedTuple):
 
 
 class RayPool(Pool):
-    """The jobs that Ray runs."""
-
     def __init__(self, options: Ray):
         self._ray, self._options = import_ray(), options
         self._actor: Any = self._ray.remote(RayTask)
