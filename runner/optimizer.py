@@ -67,9 +67,8 @@ class Optimizer(ABC):
                 check_range(self, name, **_RANGES[name])
         for pattern, options in (self.groups or {}).items():
             key = f"groups.{pattern}"
-            if not isinstance(options, Mapping) or not options:
-                why = "it is not a mapping with lr or weight_decay"
-                raise ConfigError(key, options, why, "for example {head: {lr: 0.01}}")
+            why = "it is not a mapping with lr or weight_decay"
+            check(isinstance(options, Mapping) and bool(options), key, options, why, "for example {head: {lr: 0.01}}")
             for name, value in options.items():
                 if name not in ("lr", "weight_decay"):
                     remedy = did_you_mean(name, ("lr", "weight_decay"))
@@ -218,9 +217,8 @@ class Named(Optimizer):
     def build_from_groups(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         classes = inspect.getmembers(torch.optim, inspect.isclass)
         known = {n: c for n, c in classes if issubclass(c, torch.optim.Optimizer) and n not in _ELSEWHERE}
-        if self.name not in known:
-            why = "torch.optim has no such optimizer for a network;"
-            raise ConfigError("optimizer.name", self.name, why, did_you_mean(self.name, known))
+        why = "torch.optim has no such optimizer for a network;"
+        check(self.name in known, "optimizer.name", self.name, why, did_you_mean(self.name, known))
         cls, options = known[self.name], self.options or {}
         if self.weight_decay and "weight_decay" not in inspect.signature(cls).parameters:
             why = f"{self.name} has no weight decay"

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from runner.config.errors import ConfigError, check, did_you_mean
+from runner.config.errors import check, did_you_mean
 from runner.config.schema import build
 
 if TYPE_CHECKING:
@@ -70,8 +70,7 @@ class MultiTracker(Tracker):
     def __post_init__(self) -> None:
         check(bool(self.names), "names", self.names, "it is empty", "tracking=none tracks nothing")
         for name in self.names:
-            if name not in self.trackers:
-                raise ConfigError("names", name, "there is no such tracker;", did_you_mean(name, self.trackers))
+            check(name in self.trackers, "names", name, "there is no such tracker;", did_you_mean(name, self.trackers))
         names = dict.fromkeys(self.names)
         self._trackers = [build(self.trackers[name], Tracker, f"trackers.{name}") for name in names]
 

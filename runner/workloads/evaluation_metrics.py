@@ -230,6 +230,5 @@ def _object(named: Named, size: int) -> Metric:
 def check_names(key: str, names: Iterable[str], table: Mapping[str, Named], task: str) -> None:
     """Refuse `names` that are not in `table`, the metrics of `task`, or any if torchmetrics is not installed."""
     for name in names:
-        if name not in table:
-            raise ConfigError(key, list(names), f"{name} is not a metric of {task};", did_you_mean(name, table))
+        check(name in table, key, list(names), f"{name} is not a metric of {task};", did_you_mean(name, table))
         check(is_installed("torchmetrics"), key, name, "torchmetrics is not installed", "pip install torchmetrics")

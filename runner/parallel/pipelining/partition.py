@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from models.blocks import blocks_of as listed_blocks
-from runner.config.errors import ConfigError, check_range, did_you_mean
+from runner.config.errors import ConfigError, check, check_range, did_you_mean
 from runner.config.options import chosen_option
 from runner.device import synchronize
 from runner.model.base import without_memory
@@ -123,8 +123,7 @@ def positions_of(cuts: Sequence[str], names: Sequence[str]) -> list[int]:
     layers = {name.rpartition(".")[0]: i for i, name in reversed(list(enumerate(names))) if "." in name}
     positions = layers | {name: i for i, name in enumerate(names)}
     for cut in cuts:
-        if cut not in positions:
-            raise ConfigError("parallel.cuts", cut, "there is no such block;", did_you_mean(cut, positions))
+        check(cut in positions, "parallel.cuts", cut, "there is no such block;", did_you_mean(cut, positions))
     found = [positions[cut] for cut in cuts]
     if found != sorted({*found} - {0}):
         why = f"blocks begin stages, in the network's order, once each, and not {names[0]}"

@@ -128,8 +128,7 @@ class DQN(Workload):
                 vector.reset(0)
                 why, remedy = f"{self.env.id} does not tell how many lives are left", "leave it false"
                 check(vector.lives is not None, "workload.terminal_on_life_loss", True, why, remedy)
-        missing = self.record_video and self.env.cannot_be_drawn("rgb_array", "set workload.record_video=false")
-        if missing:
+        if missing := self.record_video and self.env.cannot_be_drawn("rgb_array", "set workload.record_video=false"):
             raise ConfigError("workload.record_video", True, *missing)
 
     def describe(self) -> dict[str, str]:
