@@ -9,14 +9,14 @@ or data workers, and a resumed run needs only the number of the step.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 
 from runner.config.errors import ConfigError, check_range
-from runner.seeds import derive
+from runner.seeds import derive, sample_seeds
 from runner.system.accelerator import has_streams
 
 
@@ -202,6 +202,12 @@ class SampleOrder:
     def epochs(self, start: int, stop: int) -> torch.Tensor:
         """Return the epoch, counted from 0, of each position in [start, stop): int64 [stop − start], on the device."""
         return torch.arange(start, stop, device=self.device) // self.num_samples
+
+    def with_seeds(self, micros: Iterable[MicroBatch]) -> Iterator[tuple[list[int], list[int]]]:
+        """Yield, for each of `micros`, the sample indices and the seeds from which their augmentation draws."""
+        for micro in micros:
+            indices, epochs = self.indices(micro.start, micro.stop), self.epochs(micro.start, micro.stop)
+            yield indices.tolist(), sample_seeds(self.seed, epochs, indices)
 
     def _permutation(self, epoch: int) -> torch.Tensor:
         if epoch not in self._permutations:

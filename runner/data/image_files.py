@@ -16,7 +16,6 @@ from runner.data.augment import Transform
 from runner.data.base import Batch, DataError, LabeledSamples, shard_bounds
 from runner.data.decode import normalized, per_channel
 from runner.data.workers import Workers
-from runner.seeds import sample_seeds
 from runner.system.accelerator import has_streams
 from runner.system.copy_stream import CopyStream, Tensors, Transfer
 from runner.system.secrets import printable
@@ -99,18 +98,12 @@ class FileSamples(LabeledSamples):
         return len(self.paths)
 
     def batches(self, micros: Iterable[MicroBatch], seed: int, device: torch.device) -> Iterator[Batch]:
-        order = SampleOrder(len(self), seed)
+        jobs = (self._job(*each) for each in SampleOrder(len(self), seed).with_seeds(micros))
         if self.pin_memory and not has_streams(device):  # here, as there may be many evaluations
             log.warning("data.pin_memory=true has no effect on device type %s", device.type)
 
-        def jobs() -> Iterator[Job]:
-            for micro in micros:
-                indices = order.indices(micro.start, micro.stop)
-                seeds = sample_seeds(seed, order.epochs(micro.start, micro.stop), indices)
-                yield self._job(indices.tolist(), seeds)
-
         def load() -> Generator[Tensors]:
-            for loaded in self.workers.map(self.fetch, jobs()):
+            for loaded in self.workers.map(self.fetch, jobs):
                 self._replace(loaded)
                 yield loaded.images, torch.tensor(loaded.job.targets)
 

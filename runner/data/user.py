@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import random
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from numbers import Real
@@ -22,7 +22,7 @@ from runner.data.base import Batch, Data, DataError, Samples, shard_bounds
 from runner.data.image_files import to_device
 from runner.data.memory import ArraySamples
 from runner.data.workers import Workers, call_shared
-from runner.seeds import derive, sample_seeds, seeded
+from runner.seeds import derive, seeded
 
 log = logging.getLogger(__name__)
 
@@ -218,14 +218,7 @@ class DatasetSamples(Samples):
         return len(self.fetch.dataset)
 
     def batches(self, micros: Iterable[MicroBatch], seed: int, device: torch.device) -> Iterator[Batch]:
-        order = SampleOrder(len(self), seed)
-
-        def jobs() -> Iterator[Job]:
-            for micro in micros:
-                indices = order.indices(micro.start, micro.stop)
-                yield Job(indices.tolist(), sample_seeds(seed, order.epochs(micro.start, micro.stop), indices))
-
-        return self._read(jobs(), device)
+        return self._read((Job(*each) for each in SampleOrder(len(self), seed).with_seeds(micros)), device)
 
     def fake_batches(self, micros: Iterable[MicroBatch], device: torch.device) -> Iterator[Batch]:
         for micro in micros:
@@ -249,7 +242,4 @@ class DatasetSamples(Samples):
         self._workers.close()
 
     def _read(self, jobs: Iterable[Job], device: torch.device) -> Iterator[Batch]:
-        def load() -> Generator[tuple[torch.Tensor, ...]]:
-            yield from self._workers.map(self._load, jobs)
-
-        return (Batch(*tensors) for tensors in to_device(load(), device))
+        return (Batch(*tensors) for tensors in to_device(self._workers.map(self._load, jobs), device))
