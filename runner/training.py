@@ -6,7 +6,6 @@ workloads, not on any subclass.
 
 from __future__ import annotations
 
-import io
 import json
 import logging
 import math
@@ -25,7 +24,7 @@ from runner.batching import Step
 from runner.config.errors import ConfigError, described
 from runner.device import oversubscription
 from runner.optimizer import learning_rates
-from runner.parallel.collectives import Collectives
+from runner.parallel.collectives import Collectives, encode
 from runner.parallel.session import Session
 from runner.result import CrashedError, Result
 from runner.run import Run, build_run, describe_model
@@ -300,9 +299,8 @@ def save_diverged_batch(session: Session, directory: Path, step: int) -> None:
         batch = session.workload.diverged_batch(session.plan, step, session.device)
         if batch is None:
             return
-        content = io.BytesIO()
-        torch.save({"step": step, **batch}, content)  # to a file, torch raises its own errors, and leaves half of it
-        write_bytes(path, content.getvalue())
+        # Not `torch.save` to the file: it raises its own errors, and leaves half of it.
+        write_bytes(path, encode({"step": step, **batch}))
     except OSError as error:
         log.error("the batch of step %d cannot be saved: %s", step, error)
     else:
