@@ -24,7 +24,6 @@ from runner.system.tables import pairs, size, table
 
 @command
 def main(arguments: Sequence[str] | None) -> int:
-    """Print a report on this machine as tables, or with `--json` as one JSON object."""
     parser = Parser("doctor", __doc__)
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     options = parser.parsed(arguments)

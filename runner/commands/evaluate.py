@@ -34,7 +34,6 @@ _MOST = 30  # classes that are shown in a terminal
 
 @command
 def main(arguments: Sequence[str] | None) -> int:
-    """Evaluate the checkpoint that the command line names, and print its metrics."""
     parser = Parser("evaluate", __doc__, overrides=True, config_dir=False)
     parser.add_run()
     splits = "val: the held-out samples; test: those in test/ (default: val, and all of other data)"

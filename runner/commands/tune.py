@@ -43,7 +43,6 @@ _SAVING_SECONDS = 5.0
 
 @command
 def main(arguments: Sequence[str] | None) -> int:
-    """Tune the config of the command line, write the result to a new directory, and print it."""
     began = time.perf_counter()
     parser = Parser("tune", __doc__, overrides=True)
     parser.add_argument("--budget", type=float, default=60.0, help="seconds to take (default: 60)")
