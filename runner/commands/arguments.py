@@ -51,6 +51,12 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("run", metavar="RUN", help=help)
         self.add_checkpoint()
 
+    def add_forms(self, **helps: str) -> None:
+        """Add flags, of which one may be typed, for the forms in which the command prints its result."""
+        forms = self.add_mutually_exclusive_group()
+        for name, text in helps.items():
+            forms.add_argument(f"--{name}", action="store_true", help=text)
+
     def add_checkpoint(self, default: str | None = "best") -> None:
         """Add `--checkpoint`, which chooses a checkpoint of a run."""
         self.add_argument("--checkpoint", metavar="best|last|STEP", default=default, help="which one (default: best)")

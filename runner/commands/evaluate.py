@@ -38,11 +38,7 @@ def main(arguments: Sequence[str] | None) -> int:
     parser.add_run()
     splits = "val: the held-out samples; test: those in test/ (default: val, and all of other data)"
     parser.add_argument("--split", metavar="train|val|test|all", help=splits)
-    forms = parser.add_mutually_exclusive_group()
-    forms.add_argument(
-        "--csv", action="store_true", help="print CSV: a row for each class, or, without classes, metric"
-    )
-    forms.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_forms(csv="print CSV: a row for each class, or, without classes, metric", json="print JSON")
     options = parser.parsed(arguments)
     from runner.api.evaluation import evaluate_checkpoint
     from runner.api.saved import load

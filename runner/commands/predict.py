@@ -30,9 +30,7 @@ def main(arguments: Sequence[str] | None) -> int:
     parser = Parser("predict", __doc__)
     parser.add_run()
     parser.add_argument("files", metavar="FILE|DIRECTORY", nargs="+", help="images, or directories of images")
-    forms = parser.add_mutually_exclusive_group()
-    forms.add_argument("--csv", action="store_true", help="print CSV, not a table")
-    forms.add_argument("--json", action="store_true", help="print JSON, not a table")
+    parser.add_forms(csv="print CSV, not a table", json="print JSON, not a table")
     parser.add_argument("--top", metavar="K", type=int, default=1, help="also print the next classes: K in all")
     every = "with --csv or --json, print the probability of every class"
     parser.add_argument("--probabilities", action="store_true", help=every)

@@ -32,9 +32,7 @@ def main(arguments: Sequence[str] | None) -> int:
     parser.add_argument("--status", metavar="A,B", default=",".join(STATES), help=f"only these: {', '.join(STATES)}")
     older = "only those last written to at least this long ago: 12h, 7d, 4w"
     parser.add_argument("--older", metavar="AGE", default="0s", help=older)
-    forms = parser.add_mutually_exclusive_group()
-    forms.add_argument("--json", action="store_true", help="print JSON, not a table")
-    forms.add_argument("--paths", action="store_true", help="print only the directories, one a line")
+    parser.add_forms(json="print JSON, not a table", paths="print only the directories, one a line")
     options = parser.parsed(arguments)
     [root] = existing([options.path])
     states = [name.strip() for name in options.status.split(",")]
