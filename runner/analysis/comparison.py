@@ -6,6 +6,7 @@ import math
 import os
 import re
 import statistics
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -214,7 +215,7 @@ class Comparison:
         if not run.labels:
             reason = "its config.yaml cannot be read"
         state = "damaged" if run.state == "done" else run.state
-        return Failure(self._values(run.labels), self.name(run.directory), state, run.steps, one_line(redacted(reason)))
+        return Failure(self._values(run.labels), self.name(run.directory), state, run.steps, _whole(reason))
 
     def _jobs_without_run(self, sweep: Path, ledger: dict[str, Any]) -> Iterator[Failure]:
         """Yield a failure for each job that is not done and has no run directory, such as a refused job."""
@@ -227,7 +228,7 @@ class Comparison:
                 state = "killed"
             texts = [text for text in entry.get("overrides", []) if isinstance(text, str)]
             values = self._values({override_key(text): text.partition("=")[2].strip("'\"") for text in texts})
-            yield Failure(values, self.name(sweep / name), state, None, one_line(redacted(entry.get("error", ""))))
+            yield Failure(values, self.name(sweep / name), state, None, _whole(entry.get("error", "")))
 
     def name(self, path: Path) -> str:
         """Return a path relative to the directory that contains all runs, as it is shown."""
@@ -252,6 +253,10 @@ def direction(metric: str, runs: Iterable[MeasuredRun]) -> str:
         if metric == f"eval/{name}":
             return best_is
     return "min" if _LOWER_IS_BETTER.search(metric.rpartition("/")[2]) else "max"
+
+
+def _whole(reason: str) -> str:
+    return one_line(redacted(reason), sys.maxsize)
 
 
 def _seed(run: MeasuredRun) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from runner.config.errors import check
+from runner.config.errors import check, shortened
 from runner.storage.files import check_readable
 from runner.system.secrets import printable
 
@@ -33,9 +33,9 @@ def print_report(report: dict[str, Any], as_json: bool, render: Callable[[dict[s
         Console(width=None if sys.stdout.isatty() else 140).print(render(report), crop=False)
 
 
-def one_line(text: str) -> str:
-    """Return the first 200 characters of `text` on one line, with control characters escaped."""
-    return printable(" ".join(text.split())[:200])
+def one_line(text: str, most: int = 200) -> str:
+    """Return `text` on one line, shortened to `most` characters, with control characters escaped."""
+    return shortened(printable(" ".join(text.split())), most)
 
 
 def csv_text(lines: Iterable[Iterable[Any]]) -> str:

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from runner.analysis.comparison import BEST, LAST, RATE, SECONDS, STEPS, Comparison, Failure, Row, Spread
-from runner.analysis.output import csv_text
+from runner.analysis.output import csv_text, one_line
 from runner.analysis.significance import LEVEL, MAX_SEEDS, POWER, Contrast
 from runner.config.overrides import as_typed
 from runner.system.secrets import printable
@@ -100,7 +100,7 @@ def text_tables(comparison: Comparison, in_one_column: bool = False) -> list[Tex
             cells += [*found, "", "", ""][: len(verdicts)]
         rows.append(cells)
     titles += verdicts if contrasts else []
-    failed = [[f.run, f.state, "" if f.step is None else str(f.step), f.reason] for f in comparison.failures]
+    failed = [[f.run, f.state, "" if f.step is None else str(f.step), one_line(f.reason)] for f in comparison.failures]
     caption = f"{len(failed)} {'run is' if len(failed) == 1 else 'runs are'} not done"
     tables = TextTable(titles, rows), TextTable(["run", "state", "step", "reason"], failed, caption)
     return [table for table in tables if table.rows]

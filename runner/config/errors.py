@@ -36,18 +36,18 @@ class ConfigError(Exception):
         self.key, self.got, self.why, self.remedy = key, got, why, remedy
 
     def __str__(self) -> str:
-        got = "" if self.got is ABSENT else f" got {_shortened('null' if self.got is None else repr(self.got))}:"
-        key = _shortened(self.key).replace("\n", "\\n")
+        key, got = (shortened(redacted(text)) for text in (self.key, "null" if self.got is None else repr(self.got)))
+        key, got = key.replace("\n", "\\n"), "" if self.got is ABSENT else f" got {got}:"
         return printable(f"{key}:{got} {self.why}\n  {self.remedy}")
 
 
 def wrapped(message: str) -> str:
-    """Return `message` wrapped at `WIDTH` characters and cut to ten lines, without control characters or secrets."""
+    """Return `message` in at most ten lines of `WIDTH` characters, without control characters or secrets."""
     # A path is not broken; a word that no line can hold, such as a value in a message of Hydra, is shortened.
     wrapper = textwrap.TextWrapper(WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
-    text = re.sub(rf"[^\s/]{{{WIDTH - 1},}}", lambda word: _shortened(word[0]), printable(redacted(message)))
+    text = re.sub(rf"[^\s/]{{{WIDTH - 1},}}", lambda word: shortened(word[0]), printable(redacted(message)))
     lines = [part for line in text.splitlines() for part in wrapper.wrap(line) or [line]]
-    return "\n".join(lines[:10])
+    return "\n".join(lines if len(lines) <= 10 else [*lines[:7], "  …", *lines[-2:]])
 
 
 class _Absent(enum.Enum):  # an enum member stays a singleton when it is pickled and sent to another process
@@ -132,11 +132,9 @@ def see_comments(component: object) -> str:
     return f"see the comments in {option_file(cls)}"
 
 
-_MAX_SHOWN = 80  # characters of a key or a value that a message shows
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 1] + "…"
+def shortened(text: str, most: int = 80) -> str:
+    """Return `text` or, if it has more than `most` characters, its beginning and its end with `…` in between."""
+    return text if len(text) <= most else f"{text[: (most - 1) // 2]}…{text[-(most // 2) :]}"
 
 
 _ROOT = Path(__file__).parents[2]

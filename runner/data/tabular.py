@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from runner.config.errors import ConfigError, check, check_range, did_you_mean, see_comments
+from runner.config.errors import ConfigError, check, check_range, did_you_mean, see_comments, shortened
 from runner.data.base import Data, RegressionSamples, Samples
 from runner.data.memory import ArraySamples
 from runner.seeds import derive
@@ -218,7 +218,7 @@ def read_csv(path: Path, inputs: Sequence[str], targets: Sequence[str], delimite
     if len(named) < 2 or len(frame) == 0:
         raise refuse(f"its first line has the columns {names}, and {len(frame)} lines of cells follow")
     if not (inputs or targets) and all(map(_NUMBER.fullmatch, named)):
-        why = f"its first line has numbers, not the names of columns: {','.join(named)[:80]}"
+        why = f"its first line has numbers, not the names of columns: {shortened(','.join(named))}"
         choose = f"add a line with names; if these are the names, choose columns by them: 'data.targets=[{named[-1]}]'"
         raise refuse(why, choose)
     if len(named) < len(names) and not (inputs and targets):

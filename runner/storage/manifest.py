@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from runner.config.errors import ConfigError, check
+from runner.config.errors import ConfigError, check, shortened
 from runner.storage.files import UnsafeFileError, check_no_link, open_regular, read_regular
 from runner.storage.run_directory import MAX_BYTES, step_of
 
@@ -109,7 +109,7 @@ def read_manifest(directory: Path) -> dict[str, Any]:
         manifest = json.loads(read_regular(path, _MAX_BYTES).decode())
         intact = manifest.pop("sha256") == _seal(manifest)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise DamagedError(f"{path} is damaged: {type(error).__name__}: {str(error)[:200]}") from None
+        raise DamagedError(f"{path} is damaged: {type(error).__name__}: {shortened(str(error), 200)}") from None
     if not intact:
         raise DamagedError(f"{path} is damaged: its content does not match its SHA-256")
     why = f"it has schema {reprlib.repr(manifest.get('schema'))}, this version reads {SCHEMA}"

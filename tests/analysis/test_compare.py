@@ -78,6 +78,19 @@ def test_failures_come_last_with_state_step_and_reason(sweep, capsys):
     assert [f["values"]["optimizer.lr"] for f in failures[:3]] == [9, 8, "1e9"]
 
 
+def test_a_long_reason_is_whole_for_programs_and_keeps_its_end_in_a_table(tmp_path, capsys):
+    why = f"ValueError: {'long ' * 60}(crashy.py:105)"
+    write_run_directory(tmp_path / "a", status="crashed", error=why)
+    assert json.loads(compared(capsys, tmp_path, "--json"))["failures"][0]["reason"] == why
+    [row] = csv.DictReader(io.StringIO(compared(capsys, tmp_path, "--csv")))
+    assert row["reason"] == why
+    shown = compared(capsys, tmp_path, "--markdown").splitlines()[-1]
+    assert "| ValueError: long" in shown
+    assert "…" in shown
+    assert shown.endswith("(crashy.py:105) |")
+    assert len(shown) < 250
+
+
 def test_csv_markdown_and_terminal_tables_show_the_same_values(sweep, capsys):
     rows = list(csv.DictReader(io.StringIO(compared(capsys, sweep, "--csv"))))
     assert [(row["optimizer.lr"], row["seed"], row["best eval/accuracy"], row["state"]) for row in rows] == [

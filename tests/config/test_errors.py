@@ -41,19 +41,24 @@ def test_errors_under_prepends_the_path_to_the_key():
 def test_control_characters_are_escaped_and_long_keys_and_values_shortened():
     error = errors.ConfigError("a\x1b[31m\nb", "c\x07\n\x9b", "d\x08 ü\u202e", "e\x00")
     assert str(error) == "a\\x1b[31m\\nb: got 'c\\x07\\n\\x9b': d\\x08 ü\\u202e\n  e\\x00"
-    assert str(errors.ConfigError("k" * 1000, errors.ABSENT, "why", "do")) == f"{'k' * 79}…: why\n  do"
+    assert str(errors.ConfigError("k" * 1000, errors.ABSENT, "why", "do")) == f"{'k' * 39}…{'k' * 40}: why\n  do"
     shown = str(errors.ConfigError("key", "x" * 1000, "why", "do"))
     assert len(shown.splitlines()[0]) < 100
-    assert "x…: why" in shown
+    assert f"'{'x' * 38}…{'x' * 39}': why" in shown
+    path = f"/{'long/' * 40}checkpoints/step_00000040"
+    assert "checkpoints/step_00000040': no" in str(errors.ConfigError("resume", path, "no", "do"))
+    assert "secret" not in str(errors.ConfigError("key", f"{'x' * 60} token={'secret' * 20}", "why", "do"))
 
 
 def test_a_message_has_lines_of_limited_length_with_whole_paths():
     path = "/".join(["", *["directory"] * 50])
     lines = errors.wrapped(f"key: Hydra cannot use it (1 is not {'x' * 5000}, see {path})\n  leave it out").splitlines()
     assert [line for line in lines if len(line) > errors.WIDTH] == [f"  {path})"]
-    assert f"{'x' * 79}…" in lines[0]
+    assert f" {'x' * 39}…{'x' * 39}, see" in lines[0]
     assert lines[-1] == "  leave it out"
-    assert errors.wrapped("a " * 150 + "x" * 199).endswith(f" {'x' * 79}…")
+    assert errors.wrapped("a " * 150 + "x" * 199).endswith(f" {'x' * 39}…{'x' * 40}")
+    lines = errors.wrapped("\n".join(f"line {number}" for number in range(30))).splitlines()
+    assert (len(lines), lines[6:]) == (10, ["line 6", "  …", "line 28", "line 29"])
 
 
 @pytest.mark.parametrize("value", [1.001, 2, 3, None, 1, 3.001, math.nan, math.inf, -math.inf, 10**400, -(10**400)])

@@ -24,7 +24,7 @@ from pathlib import Path
 from shlex import quote
 from typing import Any, NamedTuple
 
-from runner.config.errors import ConfigError, check, check_range
+from runner.config.errors import ConfigError, check, check_range, shortened
 from runner.storage.files import read_regular
 from runner.sweeps.engines.base import ClusterEngine, Ended, Job, Pool, Resources
 from runner.sweeps.engines.cluster_task import KILL, STOP, SlurmTask, task
@@ -312,7 +312,7 @@ def queue(name: str) -> dict[str, tuple[str, str]]:
     for line in answer("squeue", *flags).splitlines():
         match = _LISTED.fullmatch(line.strip())
         if match is None:
-            raise SlurmError(f"squeue gave an answer that cannot be understood: {line[:80]!r}")
+            raise SlurmError(f"squeue gave an answer that cannot be understood: {shortened(line)!r}")
         array, _, token = match["name"].rpartition("-")
         if array == name:
             found[f"{token}_{match['id'].partition('_')[2] or 0}"] = match["id"], match["state"]
