@@ -98,7 +98,7 @@ class Composer:
             return _job(config)
 
     def sweep(self, overrides: list[str]) -> DictConfig:
-        """Compose the config that all jobs of a sweep have in common, including the config node `hydra`."""
+        """Compose the options of a sweep itself: the config nodes `sweep` and `hydra`."""
         with composition_errors():
             return self._load(overrides, RunMode.MULTIRUN)
 

@@ -70,18 +70,19 @@ class SweepJobs:
 
     def __init__(self, composer: Composer, overrides: list[str]):
         self._composer = composer
-        files = [word for word in overrides if "," in word and is_file(word)]  # Hydra would look for such options
-        self._config = composer.sweep([word for word in overrides if word not in files and not _ZIP.fullmatch(word)])
+        typed = [word for word in overrides if not override_key(word).startswith("hydra.")]  # each job resolves them
+        # Only the jobs set keys of groups, which may be swept, and may choose files, which Hydra does not know
+        of_jobs = {word for word in typed if is_file(word) or _ZIP.fullmatch(word) or "." in override_key(word)}
+        self._config = composer.sweep([word for word in overrides if word not in of_jobs or is_sweep_option(word)])
         with composition_errors():
             node: Any = OmegaConf.to_container(self._config, resolve=False).get("sweep")  # type: ignore[union-attr]
             params = [f"{key}={value}" for key, value in (self._config.hydra.sweeper.params or {}).items()]
-            typed: Any = OmegaConf.to_container(self._config.hydra.overrides, resolve=False)  # each job resolves them
         for word in filter(is_file, params):
             raise ConfigError(word, ABSENT, "an option file cannot choose code", "type it")
         check(isinstance(node, dict), "sweep", node, "nothing is chosen", "choose one of the options in conf/sweep/")
         self.engine = build(node, Engine, "sweep")
         zips = {word: pairs for word in (*params, *overrides) if (pairs := parse_zip(word))}
-        parsed = composer.parse([word for word in [*params, *typed["task"], *files] if word not in zips])
+        parsed = composer.parse([word for word in [*params, *typed] if word not in zips])
         found = [*map(self._dimension, parsed), *(self._pairs(word, *pairs) for word, pairs in zips.items())]
         last = list({each.keys: each for each in found}.values())  # what is typed later counts
         shared = [each for each in last if any(key.partition(".")[0] in SHARED_KEYS for key in each.keys)]

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from hydra.errors import HydraException
 
 from runner.config.composition import Composer
 from runner.config.errors import ConfigError
@@ -54,6 +55,22 @@ def test_where_a_sweep_is_written_is_no_override_of_its_jobs(prefix):
     sweep = jobs(*words)
     assert list(sweep) == [[f"{prefix}seed=1"], [f"{prefix}seed=2"]]
     assert sweep.common == [f"{prefix}output_root=x", f"{prefix}resume=auto"]
+
+
+@pytest.mark.parametrize("options", ["adam,sgd", "sgd,adam", "sgd,muon"])
+def test_a_key_of_some_options_of_a_swept_group_is_set_by_each_job(options):
+    found = jobs(f"optimizer={options}", "optimizer.momentum=0.7", "workload=regression", "sweep.slots=1")
+    assert [job[0] for job in found] == [f"optimizer={option}" for option in options.split(",")]
+    planned = [Planner(found, None).plan(number, job) for number, job in enumerate(found)]
+    for job in planned:
+        assert ("optimizer.momentum: there is no such key" in job.refusal) == ("adam" in job.overrides[0])
+        if not job.refusal:
+            assert found.compose(job.number, [*job.overrides]).config["optimizer"]["momentum"] == 0.7
+
+
+def test_a_key_that_no_option_has_is_refused_before_any_job_runs():
+    with pytest.raises(HydraException, match=r"optimizer\.momentun"):
+        Planner(jobs("optimizer=sgd,adam", "optimizer.momentun=0.7"), None)
 
 
 def test_options_that_are_numbers_can_be_paired():
