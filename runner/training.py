@@ -31,6 +31,7 @@ from runner.run import Run, build_run, describe_model
 from runner.seeds import derive
 from runner.state import State
 from runner.storage.files import write_bytes
+from runner.storage.run_directory import newest_step
 from runner.storage.saved_run import config_yaml
 from runner.system import memory, torch_errors, torch_private
 from runner.system.provenance import environment
@@ -77,6 +78,7 @@ def train(run: Run, session: Session, directory: Path, begin: Callable[[], None]
             StopRequest() as stop,
         ):
             introduce(state, recorder)
+            first = state.step
             try:
                 with torch_refusals(run):
                     status, error = loop(state, take_step, recorder, progress, stop), ""
@@ -88,10 +90,12 @@ def train(run: Run, session: Session, directory: Path, begin: Callable[[], None]
                 state.checkpoints.finish_after_error()
                 # A signal to the whole process group, as of a scheduler, also ends the C++ compiler.
                 was_compiler_stopped = refusal.key == "compile" and stop.received and session.world_size == 1
-                if not was_compiler_stopped:
+                if not was_compiler_stopped and newest_step(directory) <= first:
                     raise
+                if not was_compiler_stopped:  # a refused run leaves nothing behind, but this one has saved
+                    raise CrashedError(state.result("crashed", str(refusal))) from refusal
                 status, error = "stopped", ""
-            except Exception as error:
+            except (Exception, SystemExit) as error:  # `sys.exit()` of a user's code
                 state.checkpoints.finish_after_error()
                 raise CrashedError(state.result("crashed", described(error))) from error
             result = state.result(status, error)  # before the trackers are closed: it involves collectives

@@ -18,6 +18,7 @@ from runner.config.errors import ABSENT, ConfigError, check, did_you_mean, wrapp
 from runner.config.options import root_keys
 from runner.config.other_names import type_instead
 from runner.config.overrides import checked_override, override_value
+from runner.parallel.launch.cluster import external_world_size
 from runner.system.console import CRASHED, INTERRUPTED, REFUSED
 from runner.system.secrets import printable, redacted
 
@@ -42,7 +43,7 @@ class Parser(argparse.ArgumentParser):
         form = argparse.RawDescriptionHelpFormatter
         name = f"python -m runner {subcommand}".rstrip()
         super().__init__(name, description=description, formatter_class=form, allow_abbrev=False, **options)
-        self._takes_overrides, self._takes_paths = overrides, paths
+        self._subcommand, self._takes_overrides, self._takes_paths = subcommand, overrides, paths
         if overrides and config_dir:
             self.add_argument("--config-dir", "-cd", metavar="DIR", help="a directory of options of your own")
 
@@ -75,6 +76,8 @@ class Parser(argparse.ArgumentParser):
             self.add_argument(
                 "overrides", metavar="OVERRIDE", nargs="*", default=[], help=f"KEY=VALUE or GROUP=OPTION{more}"
             )
+        several = "torchrun or SLURM has started several processes of it"
+        check(external_world_size() == 1 or not self._subcommand, self._subcommand, ABSENT, several, "start one alone")
         words = sys.argv[1:] if arguments is None else list(arguments)
         for word in words:  # before argparse misses another argument
             flag, bare, known = word.partition("=")[0], word.lstrip("-"), self._option_string_actions

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,7 @@ from runner.config.errors import ABSENT, check, did_you_mean  # noqa: E402
 from runner.config.options import option_files  # noqa: E402
 from runner.config.overrides import checked_path, quoted, resumed  # noqa: E402
 from runner.system import __version__  # noqa: E402
-from runner.system.console import DONE, REFUSED, STOPPED, output_code  # noqa: E402
+from runner.system.console import CRASHED, DONE, STOPPED, output_code  # noqa: E402
 
 RUN_DIRECTORY = "--run-directory"
 """The flag that sets the run directory. The scheduler of a sweep passes this flag to the jobs."""
@@ -30,8 +31,11 @@ def main(arguments: Sequence[str] | None) -> int:
     """Run the command with `arguments`, by default those of `sys.argv`, and return the exit code."""
     try:
         codes = _run(sys.argv[1:] if arguments is None else list(arguments))
-    except SystemExit as stop:  # a stop signal before training
-        return stop.code if stop.code in (DONE, STOPPED) else REFUSED
+    except SystemExit as stop:
+        if stop.code == STOPPED:  # a stop signal before training
+            return STOPPED
+        traceback.print_exc()  # `sys.exit()` of a user's code
+        return CRASHED
     printed = output_code()
     return next((code for code in codes if code != DONE), DONE) if codes else printed
 

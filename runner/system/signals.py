@@ -14,7 +14,7 @@ import threading
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
-from runner.system.console import INTERRUPTED, STOPPED
+from runner.system.console import CRASHED, INTERRUPTED, STOPPED
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -166,23 +166,26 @@ def signals_postponed() -> Iterator[None]:
 def run_main(main: Callable[[], int]) -> int:
     """Install handlers for stop signals, call `main`, and return the exit code of this process.
 
-    Once `main` has returned, stop signals are ignored: Python takes a second to exit, and a signal would kill it.
+    Once `main` has returned, a stop signal does not change the exit code: Python takes a second to exit, and waits for
+    threads that a user's code has left.
     """
-    command = CommandSignals().__enter__()  # never left
+    command, code = CommandSignals().__enter__(), CRASHED  # never left
     try:
         code = main()
         # A library may have turned the exception that ends the command into another one, and that into an exit code.
-        return code if command.exit_code is None else command.exit_code
+        code = code if command.exit_code is None else command.exit_code
+        return code
     except KeyboardInterrupt:
         _say("interrupted")
-        return INTERRUPTED
+        code = INTERRUPTED
+        return code
     finally:
         # After Ctrl-C inside an `exec`, which makes dataclasses, Python would end the process by SIGINT. Another `exec`
         # makes it forget this: run_eval_code_obj in https://github.com/python/cpython/blob/3.13/Python/pythonrun.c
         exec("")
         command.before_training = False
         for number in STOP_SIGNALS:
-            signal.signal(number, signal.SIG_IGN)
+            signal.signal(number, lambda *_: os._exit(code))
 
 
 def before_training() -> None:

@@ -20,10 +20,12 @@ from helpers.user_objects import (
     Endless,
     Fails,
     FailsForward,
+    LosesItsGradient,
     Net,
     NoLength,
     Plain,
     Rows,
+    exiting_hook,
     failing_hook,
     logs_a_vector,
     recall,
@@ -282,14 +284,25 @@ def line_of(text: str) -> str:
         ({"model": FailsForward}, "# of a network"),
         ({"after_step": failing_hook}, "# of a hook"),
         ({"after_step": logs_a_vector}, "# no number"),
+        ({"after_step": exiting_hook}, "# of an exit"),
     ],
-    ids=["sample", "forward", "hook", "vector"],
+    ids=["sample", "forward", "hook", "vector", "exit"],
 )
 @pytest.mark.parametrize("mode", [["data.workers=1"], [DDP]], ids=["single", "ddp"])
 def test_errors_in_code_of_the_user_name_its_line(mode, given, line):
     with pytest.raises(runner.CrashedError) as crashed:
         trained(*mode, **given)
     assert line_of(line) in crashed.value.result.error
+
+
+@pytest.mark.parametrize("mode", [["data.workers=1"], [DDP]], ids=["single", "ddp"])
+def test_a_run_that_has_saved_is_not_removed_if_torch_refuses_a_later_step(mode):
+    with pytest.raises(runner.CrashedError, match="it does not depend on the weights") as crashed:
+        trained(*mode, loss=LosesItsGradient())
+    result = crashed.value.result
+    assert (result.status, result.steps) == ("crashed", 4)
+    assert json.loads((result.directory / "result.json").read_text())["error"] == result.error
+    assert weights_at(result.directory, 3)
 
 
 @pytest.mark.parametrize(("name", "tag"), [("after_step", "train/loss"), ("after_evaluation", "eval/loss")])

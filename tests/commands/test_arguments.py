@@ -65,3 +65,11 @@ def test_an_error_of_a_subcommand_is_its_exit_code_and_is_printed_without_secret
     said = capsys.readouterr().err
     assert words in said
     assert "s3cret" not in said
+
+
+def test_a_subcommand_of_which_several_processes_are_started_is_refused(monkeypatch):
+    found = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "here"}
+    for name, value in {**found, "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match="evaluate: torchrun or SLURM has started several processes of it"):
+        parser().parsed(["out/a"])

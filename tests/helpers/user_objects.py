@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from typing import Any
 
 import numpy as np
@@ -108,6 +109,21 @@ class FailsForward(Net):
 
 def failing_hook(state: Any) -> None:
     raise KeyError("in a hook")  # of a hook
+
+
+def exiting_hook(state: Any) -> None:
+    sys.exit(0)  # of an exit
+
+
+class LosesItsGradient:
+    """A loss that does not depend on the weights from its fifth training step on."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        self.calls += outputs.requires_grad
+        return nn.functional.cross_entropy(outputs if self.calls < 5 else outputs.detach(), targets)
 
 
 def logs_a_vector(state: Any) -> None:
