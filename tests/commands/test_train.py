@@ -54,7 +54,7 @@ REFUSED = {
     "optimizer.lr=1,2": ["optimizer.lr: got '1,2'", "for a sweep, add -m; a list is typed in brackets"],
     "-m  sweep=here": ["sweep: got 'here'", "local"],
     "sweep.slots=2": ["sweep.slots:", "add -m"],
-    "-m  schedule=onecycle,step  schedule.gamma=0.5": ["schedule.gamma:", "a key of schedule=step"],
+    "-m  schedule=onecycle,cosine  schedule.gamma=0.5": ["schedule.gamma:", "a key of schedule=step"],
     "-m  optimizer.lr=interval(1,2)": ["optimizer.lr: got 'interval(1,2)'", "optimizer.lr=1,2,3"],
     # Errors that Hydra reports without the key
     "+seed=1": ["seed:", "already at 'seed'"],
