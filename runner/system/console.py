@@ -50,13 +50,16 @@ def open_console() -> None:
     closed descriptor is opened on /dev/null: the next file would get its number, and what native code prints.
     """
     global _output
+    closed: dict[int, OSError] = {}
     for number in range(3):
         try:
             os.fstat(number)
-        except OSError:
+        except OSError as error:
+            closed[number] = error
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # it gets the lowest free number: this one
     sys.stdin = sys.stdin or os.fdopen(0, encoding="utf-8", closefd=False)
     _output, errors = _Descriptor(1, "w", closefd=False), _Descriptor(2, "w", closefd=False)
+    _output.error = closed.get(1)
     before: Any = sys.stdout
     by_line = before is not None and (before.line_buffering or before.write_through)  # as with `python -u`
     sys.stdout, sys.stderr = _text(_output, before, by_line), _text(errors, sys.stderr, True)

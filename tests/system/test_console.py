@@ -56,6 +56,8 @@ def test_a_command_that_only_prints_fails_if_it_cannot_but_not_if_its_reader_lea
     full = run_in_shell(f"{command} >/dev/full", tmp_path)
     assert full.returncode == 1
     assert full.stderr == "standard output: it cannot be written (No space left on device)\n"
+    closed = run_in_shell(f"{command} >&-", tmp_path)
+    assert (closed.returncode, closed.stderr) == (1, "standard output: it cannot be written (Bad file descriptor)\n")
     left = run_in_shell(f"{command} | true", tmp_path)
     assert (left.returncode, left.stderr) == (0, "")
 
