@@ -128,6 +128,8 @@ class SavedRun:
     def on_one_device(self, choice: str | int = "best", overrides: Sequence[str] = ()) -> Run:
         """Return a run, not yet prepared, with the config of a checkpoint on one CPU without tracking."""
         plain = ["parallel=single", "device=cpu", "tracking=none", *without_initial_weights(self.config)]
+        if "record_video" in (self.config.get("workload") or {}):  # of evaluations; drawing may be impossible here
+            plain.append("workload.record_video=false")
         run = build_run(dict(compose([f"resume={self.checkpoint(choice)}", *plain, *overrides])))
         check_used(run, overrides)
         return run

@@ -51,7 +51,7 @@ def agent(tmp_path_factory) -> Iterator[runner.Result]:
     """An agent in the corridor, that tests only read."""
     spec = EnvSpec("Corridor-v0", Corridor, disable_env_checker=True)  # pyright: ignore[reportArgumentType]
     words = ["workload=dqn", "env.id=Corridor-v0", "steps=40", "workload.warm_up=100", "workload.eval_episodes=5"]
-    words += ["device=cpu", "device.threads=1", "model.hidden=[8]", "batch_size=32"]
+    words += ["workload.record_video=true", "device=cpu", "device.threads=1", "model.hidden=[8]", "batch_size=32"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(gymnasium.registry, "Corridor-v0", spec)
         yield runner.train([*words, f"output_root={tmp_path_factory.mktemp('agent')}"])
@@ -128,6 +128,9 @@ def test_a_window_shows_the_episode_and_without_a_display_a_film_is_suggested(ag
         assert play.main([str(agent.directory)]) == 2
         assert suggested in (err := capsys.readouterr().err)
         assert ("--film FILE" in err) == ("rgb_array" in drawn), "what cannot be filmed is not suggested"
+        assert "record_video" not in err
+    assert play.main([str(agent.directory), "--film", "agent.gif"]) == 2
+    assert capsys.readouterr().err.startswith("--film: got 'agent.gif': Corridor-v0 does not support")
     monkeypatch.setitem(Corridor.metadata, "render_modes", ["human"])
     monkeypatch.setattr(play, "_has_display", lambda: True)
     assert play.main([str(agent.directory)]) == 0
