@@ -13,7 +13,7 @@ from typing import Any
 
 from runner.config import user_code
 from runner.config.errors import ConfigError, described
-from runner.config.overrides import override_key, replaced, typed_path
+from runner.config.overrides import override_key, replaced, text_override, typed_path
 from runner.parallel.launch.processes import Launcher
 from runner.parallel.launch.supervisor import RankError, report_of
 from runner.parallel.session import Session
@@ -146,6 +146,8 @@ def print_summary(run: Run, session: Session, directory: Path, result: Result) -
             if any((directory / "checkpoints").glob("step_*")):
                 other = f" optimizer.lr={run.optimizer.lr / 10:g}" if result.status == "diverged" else ""
                 code = [shlex.quote(f"{group}={file.typed}") for group, file in user_code.given().files.items()]
+                env = str((run.config.get("env") or {}).get("id"))
+                code += [text_override("env.id", env)] if ":" in env else []  # it names a module to import
                 lines.append(" ".join([f"resume: python -m runner resume={where}{other}", *code]))
         if any(directory.glob("events.out.tfevents.*")):  # other trackers write none
             logs = root if directory.is_relative_to(root) else directory

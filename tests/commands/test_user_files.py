@@ -133,6 +133,14 @@ def test_a_saved_run_never_runs_its_code_unless_it_is_typed(here, capsys):
     assert verify.main([str(run), *typed[4:]]) == 0
 
 
+def test_a_stopped_agent_in_an_environment_of_a_module_resumes_as_printed(here):
+    agent = ("workload=dqn", "env.id=helpers.talking_env:Talking-v0", "device=cpu", "steps=4", "workload.warm_up=100")
+    code, console = run_command(*agent, "workload.eval_episodes=2", "stop.max_time=1e-6", cwd=here)
+    assert code == 75, console
+    [line] = [line for line in console.splitlines() if line.startswith("resume: ")]
+    assert "4/4" in succeeds(here, *shlex.split(line)[4:], "stop.max_time=null")
+
+
 def test_a_network_is_exported_with_its_file(here, capsys):
     (here / "tokens.py").write_text(TOKENS)
     for file, inputs in {"mine.py": torch.randn(5, 13), "tokens.py": torch.tensor([[1, 2, 5], [0, 3, 3]])}.items():
