@@ -12,10 +12,11 @@ from typing import Any
 import seaborn
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from pandas import DataFrame, concat
+from pandas import Categorical, DataFrame, concat
 
 from runner.analysis.comparison import BEST, LAST, RATE, STEP_SECONDS, Comparison, Row
 from runner.analysis.saved_runs import is_number
+from runner.config.errors import shortened
 from runner.config.overrides import as_typed
 from runner.system.secrets import printable
 from runner.tracking.event_file import EventReader
@@ -59,7 +60,7 @@ def pictures(compared: Comparison) -> dict[str, Figure]:
 
 def shown(text: str, width: int = 30) -> str:
     """Return a text of a run in lines of `width` characters, so that matplotlib does not read it as a formula."""
-    return textwrap.fill(printable(text[:400]), width).replace("$", r"\$")
+    return textwrap.fill(shortened(printable(text), 400), width).replace("$", r"\$")
 
 
 def _labels(rows: Sequence[Row]) -> list[str]:
@@ -82,6 +83,17 @@ def _canvas(compared: Comparison, title: str, panel: tuple[float, float], panels
         each.grid(axis="y", color="#dddddd", lw=0.7)
         each.set_axisbelow(True)
         seaborn.despine(ax=each)
+    return figure, axes
+
+
+def _canvas_of_rows(compared: Comparison, title: str, labels: list[str]) -> tuple[Figure, Axes]:
+    """Return a figure without data, and its axes, with `labels` at the numbers of rows, the first of them on top."""
+    lines = max(label.count("\n") + 1 for label in labels)
+    height = 1.24 + 0.16 * lines + (0.2 + 0.16 * lines) * len(labels)
+    figure, [axes] = _canvas(compared, title, (8.5, height))
+    axes.set_yticks(range(len(labels)), labels, fontsize=9)
+    axes.set_ylim(len(labels) - 0.5, -0.5)
+    axes.grid(visible=False, axis="y")
     return figure, axes
 
 
@@ -157,7 +169,7 @@ def _speed_up(compared: Comparison, row: Row) -> float | None:
 
 def _bars(title: str, compared: Comparison, rows: Sequence[Row]) -> Figure:
     """Draw a bar per row with the seconds per step, the throughput, and the speed-up over one device."""
-    figure, [axes] = _canvas(compared, title, (8.5, 1.4 + 0.36 * len(rows)))
+    figure, axes = _canvas_of_rows(compared, title, _labels(rows))
     modes = list(dict.fromkeys(row.runs[0].mode for row in rows))
     for at, row in enumerate(rows):
         seconds, speed = row.measures[STEP_SECONDS], _speed_up(compared, row)
@@ -168,10 +180,7 @@ def _bars(title: str, compared: Comparison, rows: Sequence[Row]) -> Figure:
         text = f"{rate:{',.0f' if rate >= 100 else '.3g'}} samples/s"
         text += f", {speed:.2f} ×" if speed and row.runs[0].mode != "single" else ""
         axes.annotate(text, (seconds.mean + bar, at), (5, 0), textcoords="offset points", va="center", fontsize=8.5)
-    axes.set_yticks(range(len(rows)), _labels(rows), fontsize=9)
-    axes.invert_yaxis()
     axes.margins(x=0.3)
-    axes.grid(visible=False, axis="y")
     axes.set_xlabel(_SECONDS)
     return figure
 
@@ -222,13 +231,17 @@ def _of_sweep(compared: Comparison) -> dict[str, Figure]:
     for name, key in zip(names, compared.keys, strict=True):
         values: list[Any] = [run.labels.get(key) for run, _ in runs]
         numeric = all(map(is_number, values))
-        data[name] = [float(value) if numeric else shown(as_typed(value)) for value in values]
+        ascending = sorted(values, key=lambda value: value if is_number(value) else math.inf)
+        texts = [[shown(as_typed(value)) for value in each] for each in (values, ascending)]
+        data[name] = [*map(float, values)] if numeric else texts[0]
+        if not numeric and any(map(is_number, values)):  # such as 3, 10, null
+            data[name] = Categorical(texts[0], [*dict.fromkeys(texts[1])])
     sizes = [data[name].nunique() for name in names]
     drawn: dict[str, Figure] = {}
     if len(names) == 2 and max(sizes) <= _MAX_CELLS and len(compared.rows) >= 0.75 * math.prod(sizes):
         is_best_bright = compared.direction == "max" and compared.quality in (BEST, LAST)
         drawn["heat_map"], [axes] = _canvas(compared, f"{quality} over two keys", (8, 5))
-        cells = data.pivot_table(index=names[0], columns=names[1], values=quality)
+        cells = data.pivot_table(index=names[0], columns=names[1], values=quality, observed=True)
         seaborn.heatmap(cells, cmap="viridis" if is_best_bright else "viridis_r", annot=True, fmt=".4g", ax=axes)
     panels = [(name, quality) for name in names if _is_numeric(data[name]) or data[name].nunique() <= _MAX_CELLS]
     if len(names) == 1 and compared.quality != STEP_SECONDS and data[_SECONDS].notna().any():
@@ -241,7 +254,7 @@ def _differences(compared: Comparison) -> Figure:
     """Draw the difference of each row to the best one with its 95 % confidence interval."""
     found = [(compared.rows[index], each) for index, each in compared.contrasts.items()][:_MAX_BARS]
     title = f"Difference of the {compared.title(compared.quality)} to the best row"
-    figure, [axes] = _canvas(compared, title, (8.5, 1.4 + 0.36 * len(found)))
+    figure, axes = _canvas_of_rows(compared, title, _labels([row for row, _ in found]))
     axes.set_title("95 % confidence intervals; gray: cannot be told from it", loc="left", fontsize=8, color="#666666")
     for at, (_, each) in enumerate(found):
         width = 0.0 if math.isnan(each.low) else each.high - each.difference
@@ -249,11 +262,8 @@ def _differences(compared: Comparison) -> Figure:
         axes.errorbar(each.difference, at, xerr=width, color=color, marker="o", ms=5, lw=1.6, capsize=4)
     assert compared.reference is not None
     axes.axvline(0, color=COLORS[1], ls=":", lw=1.2, label=f"the best: {_labels([compared.reference])[0]}")
-    axes.set_yticks(range(len(found)), _labels([row for row, _ in found]), fontsize=9)
-    axes.set_ylim(len(found) - 0.5, -0.5)
-    axes.grid(visible=False, axis="y")
     axes.set_xlabel(shown(compared.title(compared.quality)))
-    axes.legend(frameon=False, fontsize=9, loc="lower left", bbox_to_anchor=(0, 1.08))
+    figure.legend(frameon=False, fontsize=9, loc="outside lower left")
     return figure
 
 
@@ -306,8 +316,10 @@ def _curves(compared: Comparison) -> dict[str, Figure]:
     y, found = shown(tag), [(number, curves[tag]) for number, curves in read if tag in curves]
     tables = [DataFrame({_STEPS: curve.keys(), y: curve.values()}).assign(row=number) for number, curve in found]
     data: Any = concat(tables)
-    figure, [axes] = _canvas(compared, f"{tag} over steps", (8.6, 4.4))
-    for number, (label, color) in enumerate(zip(_labels(rows), COLORS, strict=False)):
+    labels = _labels(rows)
+    lines = sum(label.count("\n") + 1 for label in labels)
+    figure, [axes] = _canvas(compared, f"{tag} over steps", (8.6, max(4.4, 1.5 + 0.16 * lines + 0.1 * len(rows))))
+    for number, (label, color) in enumerate(zip(labels, COLORS, strict=False)):
         if (curve := data[data.row == number]).size:
             seaborn.lineplot(curve, x=_STEPS, y=y, ax=axes, errorbar="sd", color=color, lw=1.6, label=label)
     _scale_y(axes, data[y])

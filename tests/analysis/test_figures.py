@@ -107,6 +107,13 @@ def test_the_batch_size_of_a_curve_is_that_of_an_accumulation_step(sweep):
     assert {(curve.batch_size, curve.stages) for curve in curves} == {(60, 2)}
 
 
+def test_numbers_are_ascending_if_null_is_among_them(sweep):
+    for number, value in enumerate((20, 3, 7, "null", 10)):
+        sweep.add(1.0 + number, f"save_every={value}")
+    labels = sweep.pictures()["sweep"].axes[0].get_xticklabels()
+    assert [label.get_text() for label in labels] == ["3", "7", "10", "20", "null"]
+
+
 def test_a_sweep_over_numbers_is_drawn_as_lines_with_bands(sweep):
     for lr, seconds in ((0.3, 3.0), (0.01, 1.0), (0.1, 2.0)):
         for seed in (0, 1):
