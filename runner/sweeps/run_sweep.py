@@ -16,7 +16,7 @@ from runner.config.experiment_file import experiment_command, experiment_file
 from runner.config.options import groups_in_defaults
 from runner.config.overrides import override_key, typed_path
 from runner.config.schema import build
-from runner.config.user_code import typed_files
+from runner.config.user_code import given, typed_files
 from runner.parallel.launch.cluster import external_rank_info
 from runner.storage.files import write_text
 from runner.sweeps.display import Display
@@ -138,6 +138,8 @@ def _report_best(
         file.parent.mkdir(parents=True, exist_ok=True)
         comment = f"The best of {search.num_trials} trials: {best}"
         write_text(file, experiment_file(overrides, [comment], config_dir))
+        if given().objects:  # which no command can pass
+            return
         where = [text for text in common if override_key(text) == "output_root"]
         where += [text for text in overrides if typed_files([text])]  # no file chooses code
         print(" ".join(["run:", experiment_command(str(path / OPTIONS), "best", config_dir), *map(shlex.quote, where)]))

@@ -307,3 +307,12 @@ def test_a_resume_says_which_code_has_another_name_or_source(capsys, tmp_path):
     run = train(SHORT, loss=one)
     [said] = told(run, 7, loss=two)
     assert said.startswith(f"loss={__name__}.test_a_resume")
+
+
+def test_a_search_over_objects_prints_no_command_which_could_not_pass_them(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    words = [*CPU, "steps=2", "optimizer.lr=0.1,0.01", "sweep.search=grid"]
+    assert [*runner.sweep(words, model=Net, data=TENSORS)["status"]] == ["done", "done"]
+    output = capfd.readouterr().out
+    assert "best eval/loss" in output
+    assert "run: " not in output
