@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from runner.api.composing import check_list_of_texts, compose
+from runner.config import user_code
 from runner.config.errors import ABSENT, ConfigError, check
 from runner.config.overrides import override_key, override_value
 from runner.parallel.collectives import Collectives
@@ -47,6 +48,7 @@ def evaluate_checkpoint(checkpoint: Path, overrides: Sequence[str] = (), split: 
     plain = ["tracking=none", *without_initial_weights(saved_config(checkpoint).values)]
     run = build_run(dict(compose([f"resume={checkpoint}", *plain, *overrides])))
     check_used(run, overrides)
+    user_code.check_given(run.code, str(checkpoint.parent.parent), "directory")
     is_other = any(override_key(text) in ("data", "data.root", "data.file") for text in overrides)
     launcher = run.parallel.launcher(run.device)
     with tempfile.TemporaryDirectory(prefix="runner-evaluate-") as scratch, launcher.connect() as collectives:

@@ -125,7 +125,7 @@ def _export_program(run: SavedRun, step: int, path: Path, overrides: Sequence[st
     why, remedy = "onnx and onnxscript are not both installed", "pip install onnx onnxscript, or name a .pt2 file"
     check(can_export, "DESTINATION", str(path), why, remedy)
     signature, saved = run.signature(step), run.on_one_device(step, overrides)
-    user_code.check_given(saved.code, saved.resume)
+    user_code.check_given(saved.code, str(run.directory), "SOURCE")
     if "inputs" in signature:
         inputs = torch.rand(3, *signature["inputs"], generator=torch.Generator().manual_seed(0))
     else:

@@ -177,8 +177,8 @@ def expanded(overrides: Iterable[str], is_new: bool) -> Iterator[str]:
             yield word
 
 
-def check_given(named: Mapping[str, Any], source: str) -> None:
-    """Check that all code that a config has `named` is given; `source` is the run that is resumed.
+def check_given(named: Mapping[str, Any], source: str, key: str = "resume") -> None:
+    """Check that all code that a config has `named` is given; `source` is the run that is resumed, as typed for `key`.
 
     Raises:
         ConfigError: otherwise; it says what to type.
@@ -196,7 +196,7 @@ def check_given(named: Mapping[str, Any], source: str) -> None:
         remedy = f"look at the code, then type: {' '.join([started, *words])}"
     else:
         remedy = f"pass it again: {', '.join(f'{part}=…  ({name})' for part, name in missing.items())}"
-    raise ConfigError(*(("code", ABSENT) if source in ("never", "auto") else ("resume", source)), why, remedy)
+    raise ConfigError(*(("code", ABSENT) if source in ("never", "auto") else (key, source)), why, remedy)
 
 
 def find(part: str) -> Any:
