@@ -57,7 +57,9 @@ def sweep(overrides: Sequence[str], *, config_dir: str | None = None, **code: An
         path, codes = run_sweep(jobs, words, config_dir, JOB_MODULES)
     if STOPPED in codes[:1]:
         log.warning("the sweep was stopped: resume=auto among the same overrides continues it")
-    return pd.DataFrame([_row(path, entry, jobs.swept) for entry in read_ledger(path)["jobs"].values()])
+    entries = read_ledger(path).get("jobs", {}).values()  # a sweep leaves nothing behind if all jobs are refused
+    check(bool(entries), "overrides", words, "no job can run, for the reasons that were printed", "change them")
+    return pd.DataFrame([_row(path, entry, jobs.swept) for entry in entries])
 
 
 def _row(sweep: Path, entry: dict[str, Any], swept: Sequence[str]) -> dict[str, Any]:
