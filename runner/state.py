@@ -61,6 +61,7 @@ class State:
         self.model_description, self.model_table = model_description, model_table
         self.flops_per_sample = run.workload.forward_passes * forward_flops
         self.step, self.logged_step = 0, 0
+        self.has_saved = False  # whether a checkpoint has been written, or begun, in this session
         self.average = run.ema.build(model)
         self.stopping = run.stop.build(session.eval_metrics)
         # Whether an average or a target network follows the weights, which must not move if an update is skipped.
@@ -231,6 +232,7 @@ class State:
         totals = collectives.all_reduce({"broken": torch.tensor(float(bool(broken)), device=device)})
         if totals["broken"]:  # all-reduced, because not every rank has every tensor
             raise DivergedError(self.step, broken or "the state")
+        self.has_saved = True
         shared = {
             "optimizer": optimizer_state,
             "precision": run.precision.state_dict(),

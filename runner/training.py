@@ -31,7 +31,6 @@ from runner.run import Run, build_run, describe_model
 from runner.seeds import derive
 from runner.state import State
 from runner.storage.files import write_bytes
-from runner.storage.run_directory import newest_step
 from runner.storage.saved_run import config_yaml
 from runner.system import memory, torch_errors, torch_private
 from runner.system.provenance import environment
@@ -78,7 +77,6 @@ def train(run: Run, session: Session, directory: Path, begin: Callable[[], None]
             StopRequest() as stop,
         ):
             introduce(state, recorder)
-            first = state.step
             try:
                 with torch_refusals(run):
                     status, error = loop(state, take_step, recorder, progress, stop), ""
@@ -90,7 +88,7 @@ def train(run: Run, session: Session, directory: Path, begin: Callable[[], None]
                 state.checkpoints.finish_after_error()
                 # A signal to the whole process group, as of a scheduler, also ends the C++ compiler.
                 was_compiler_stopped = refusal.key == "compile" and stop.received and session.world_size == 1
-                if not was_compiler_stopped and newest_step(directory) <= first:
+                if not was_compiler_stopped and not state.has_saved:
                     raise
                 if not was_compiler_stopped:  # a refused run leaves nothing behind, but this one has saved
                     raise CrashedError(state.result("crashed", str(refusal))) from refusal

@@ -298,7 +298,7 @@ def test_errors_in_code_of_the_user_name_its_line(mode, given, line):
 @pytest.mark.parametrize("mode", [["data.workers=1"], [DDP]], ids=["single", "ddp"])
 def test_a_run_that_has_saved_is_not_removed_if_torch_refuses_a_later_step(mode):
     with pytest.raises(runner.CrashedError, match="it does not depend on the weights") as crashed:
-        trained(*mode, loss=LosesItsGradient())
+        trained(*mode, "save_every=1", "keep=9", loss=LosesItsGradient())
     result = crashed.value.result
     assert (result.status, result.steps) == ("crashed", 4)
     assert json.loads((result.directory / "result.json").read_text())["error"] == result.error
