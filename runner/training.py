@@ -88,11 +88,12 @@ def train(run: Run, session: Session, directory: Path, begin: Callable[[], None]
                 state.checkpoints.finish_after_error()
                 # A signal to the whole process group, as of a scheduler, also ends the C++ compiler.
                 was_compiler_stopped = refusal.key == "compile" and stop.received and session.world_size == 1
-                if not was_compiler_stopped and not state.has_saved:
-                    raise
-                if not was_compiler_stopped:  # a refused run leaves nothing behind, but this one has saved
+                if was_compiler_stopped:
+                    status, error = "stopped", ""
+                elif state.has_saved:  # a refused run leaves nothing behind, but this one has to keep what it saved
                     raise CrashedError(state.result("crashed", str(refusal))) from refusal
-                status, error = "stopped", ""
+                else:
+                    raise
             except (Exception, SystemExit) as error:  # `sys.exit()` of a user's code
                 state.checkpoints.finish_after_error()
                 raise CrashedError(state.result("crashed", described(error))) from error

@@ -79,9 +79,7 @@ def report_of(error: BaseException) -> Report:
         return Report(refused=error)
     result, cause = getattr(error, "result", None), error.__cause__
     error = cause if result is not None and cause is not None else error
-    explained = isinstance(
-        error, StorageError | DataError | ConfigError
-    )  # a traceback would not help: it says what to do
+    explained = isinstance(error, StorageError | DataError | ConfigError)  # a traceback would not help
     trace = "" if explained else "".join(traceback.format_exception(error))
     by_others = isinstance(error, LostError) or torch_errors.is_lost_peer(error)
     return Report(what=f"failed: {described(error)}", trace=trace, result=result, by_others=by_others)
