@@ -1,9 +1,9 @@
-"""Everything that only a machine with an accelerator can show; about eleven minutes on one H200 (the sum of its parts).
+"""Everything that only a machine with an accelerator can show; eight and a half minutes on one H200.
 
-`python -m benchmarks.gpu [--only PART,PART] [--again] [--data DIR] [--out DIR]`. Each part writes `PART.json` when it
-ends, and a part that is there already is not repeated, so that a run that was cut off goes on. Afterwards, `report.md`
-and `report.json` contain all parts: please send both in an issue. `--rehearse` runs every part with tiny sizes on the
-device that there is, which may be a CPU.
+`python -m benchmarks.gpu [--only PART,PART] [--again] [--repeats N] [--data DIR] [--out DIR]`. Each part writes
+`PART.json` when it ends, and a part that is there already is not repeated, so that a run that was cut off goes on.
+Afterwards, `report.md` and `report.json` contain all parts: please send both in an issue. `--rehearse` runs every part
+with tiny sizes on the device that there is, which may be a CPU.
 """
 
 import argparse
@@ -37,7 +37,7 @@ ROOT = Path(__file__).parent.parent
 TRAINING_FLOPS = 3 * 2 * 4.09e9
 """FLOPs per image of 224×224: 4.09 G multiply-adds forward (ResNet50 v1.5; He et al., 2016), twice that backward."""
 BYTES_PER_IMAGE = 45e6
-"""Memory of training, for each image of a batch, in bfloat16 (in float32, two minutes were too few on an H200)."""
+"""Memory of training, for each image of a batch, in bfloat16."""
 
 Rows = list[list[Any]]
 """What was looked at, and what was found."""
@@ -45,10 +45,11 @@ Rows = list[list[Any]]
 
 @dataclass(frozen=True)
 class Machine:
-    """The devices, and whether everything is only rehearsed."""
+    """The devices, how often what is timed is repeated, and whether everything is only rehearsed."""
 
     kind: str
     count: int
+    repeats: int
     tiny: bool
     data: Path
     out: Path
@@ -120,47 +121,48 @@ def tests(machine: Machine) -> Rows:
 
 
 def verify(machine: Machine) -> Rows:
-    """`runner verify`: does each mode compute in each precision what one device computes?"""
+    """Does each mode compute in each precision what one device computes? Are killed and resumed runs the same?"""
 
-    def row(cell: str) -> list[str]:
+    def compared(cell: str) -> list[str]:
         options = [*cell.split(), "accumulation=2", "model=tiny", "data.size=8", "data.crop=0", "batch_size=32"]
         done = runner("verify", *options, f"device={machine.kind}")
         lines = (done.stdout + done.stderr).strip().splitlines()
         return [cell, VERDICTS.get(done.returncode, "CRASHED"), *([] if done.returncode == 0 else lines[-1:])]
 
     modes, precisions = machine.some(machine.modes()), machine.some(PRECISIONS)
-    with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2)) as pool:  # nothing is timed here
-        return list(pool.map(row, [f"{mode} precision={precision}" for mode in modes for precision in precisions]))
+    cells = [f"{mode} precision={precision}" for mode in modes for precision in precisions]
+    killed = machine.some(("parallel=ddp precision=bf16", "precision=16", "precision=32"))
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # nothing is timed here
+        resumed = [pool.submit(_resumed, machine, options) for options in killed]  # they take longest
+        return [*pool.map(compared, cells), *(each.result() for each in resumed)]
 
 
-def resume(machine: Machine) -> Rows:
-    """A run that is killed after a checkpoint and resumed, compared bit for bit with a run that was not killed."""
-
-    def row(more: str) -> list[str]:
-        options = [*machine.small(), *more.split(), "deterministic=true", "save_every=20", "keep=2"]
-        options.append("steps=60" if machine.tiny else "steps=400")
-        with tempfile.TemporaryDirectory() as scratch:
-            whole, cut = Path(scratch, "whole"), Path(scratch, "cut")
-            uncut = pool.submit(_train, options, whole)
-            words = [sys.executable, "-m", "runner", *options, f"--run-directory={cut}"]
-            process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
-            while process.poll() is None and not any(cut.glob("checkpoints/step_*/manifest.json")):
-                time.sleep(0.01)
-            was_killed = process.poll() is None
-            os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
-            _train([f"resume={cut}"], cut)
-            uncut.result()
-            verdict = "the same weights" if _weights(whole) == _weights(cut) else "OTHER WEIGHTS"
-            return [more, verdict if was_killed else f"{verdict}, but it ended before it was killed"]
-
-    with ThreadPoolExecutor(6) as pool:  # nothing is timed here
-        return list(pool.map(row, machine.some(("parallel=ddp precision=bf16", "precision=16", "precision=32"))))
+def _resumed(machine: Machine, more: str) -> list[str]:
+    """Compare a run that is killed after a checkpoint and resumed with one that is not killed, bit for bit."""
+    options = [*machine.small(), *more.split(), "deterministic=true", "save_every=20", "keep=2"]
+    options.append("steps=60" if machine.tiny else "steps=400")
+    with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor() as pool:
+        whole, cut = Path(scratch, "whole"), Path(scratch, "cut")
+        uncut = pool.submit(_train, options, whole)
+        words = [sys.executable, "-m", "runner", *options, f"--run-directory={cut}"]
+        process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
+        while process.poll() is None and not any(cut.glob("checkpoints/step_*/manifest.json")):
+            time.sleep(0.01)
+        was_killed = process.poll() is None
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        _train([f"resume={cut}"], cut)
+        uncut.result()
+        verdict = "the same weights" if _weights(whole) == _weights(cut) else "OTHER WEIGHTS"
+        return [
+            f"{more}, killed and resumed",
+            verdict if was_killed else f"{verdict}, but it ended before it was killed",
+        ]
 
 
 def memory(machine: Machine) -> Rows:
     """A batch that does not fit into the memory, with `accumulation=auto`."""
-    batch = 16 if machine.tiny else 1024 * math.ceil(3 * total_bytes(machine.device) / BYTES_PER_IMAGE / 1024)
+    batch = 16 if machine.tiny else 1024 * math.ceil(1.5 * total_bytes(machine.device) / BYTES_PER_IMAGE / 1024)
     larger = [f"batch_size={batch}", f"data.num_samples={batch}", "accumulation=auto", "steps=1", "keep=0"]
     found = _train([*machine.resnet(), *larger])
     peak = ["peak, GiB", found["peak_memory_bytes"] / 2**30]
@@ -172,7 +174,7 @@ def resnet50(machine: Machine) -> Rows:
     rows: Rows = []
     for compiled in machine.some((["--compile"], [])):
         options = ["--device", machine.kind, *compiled, *(["--tiny"] if machine.tiny else [])]
-        rates = interleave("benchmarks.resnet", list(CONTENDERS), 1 if machine.tiny or compiled else 3, options)
+        rates = interleave("benchmarks.resnet", list(CONTENDERS), machine.repeats, options)
         each = {name: statistics.median(values) for name, values in rates.items()}
         kind = "compiled" if compiled else "eager"
         rows += [[f"{name}, {kind}, images/s", rate] for name, rate in each.items()]
@@ -195,10 +197,10 @@ def small(machine: Machine) -> Rows:
     how = "device=[cpu,{0},{0}],compile=[false,false,step]" if not machine.tiny else "device=[{0}],compile=[false]"
     each = [f"how=zip({how.format(machine.kind)})", "eval_every=0", "keep=0"]
     network = [option for option in machine.small() if not option.startswith(("device=", "eval_every="))]
-    steps, counts = (1500, "50") if machine.tiny else (10_000, "10,50")
+    steps, counts = (1500, "50") if machine.tiny else (5000, "10,50")
     agent = ["workload=dqn", f"env.num_envs={counts}", f"workload.env_steps={steps}", "workload.eval_episodes=2"]
     rows = []
-    for job, found in _sweep([*network, machine.steps(2000), *each]).items():
+    for job, found in _sweep([*network, machine.steps(1000), *each]).items():
         rows.append([f"small network, {job}, steps/s", found["samples_per_second"] / 64])
     for job, found in _sweep([*agent, "batch_size=128", *each]).items():
         rows.append([f"agent, {job}, updates/s", found["samples_per_second"] / 128])
@@ -260,7 +262,7 @@ def split_size(machine: Machine) -> Rows:
     return rows
 
 
-_ALL = (device, tests, verify, resume, users_command, resnet50, small, images, memory, modes, cifar10, split_size)
+_ALL = (device, tests, verify, users_command, resnet50, small, images, memory, modes, cifar10, split_size)
 PARTS: dict[str, Callable[[Machine], Rows]] = {part.__name__: part for part in _ALL}
 
 
@@ -271,6 +273,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--again", action="store_true", help="repeat parts that have been run")
     parser.add_argument("--data", type=Path, default=Path("data"), help="the directory of cifar-10-batches-py")
     parser.add_argument("--out", type=Path, default=Path("outputs/gpu"))
+    parser.add_argument("--repeats", type=int, default=1, help="of ResNet50 beside a plain loop")
     parser.add_argument("--rehearse", action="store_true", help="tiny sizes, on any device")
     options = parser.parse_args(arguments)
     wanted = options.only.split(",")
@@ -280,7 +283,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if kind is None and not options.rehearse:
         parser.error("torch finds no accelerator here; `python -m runner doctor` says more, --rehearse uses the CPU")
     count = torch.accelerator.device_count()
-    machine = Machine(kind or "cpu", count, options.rehearse, options.data.resolve(), options.out.resolve())
+    machine = Machine(
+        kind or "cpu", count, options.repeats, options.rehearse, options.data.resolve(), options.out.resolve()
+    )
     options.out.mkdir(parents=True, exist_ok=True)
     for name in wanted:
         path = options.out / f"{name}.json"
@@ -345,11 +350,14 @@ def _write_images(folder: Path, count: int, side: int) -> None:
     """Write `count` JPEG files of `side` × `side` pixels, of a size like that of photos, in two class directories."""
     from PIL import Image
 
-    for number in range(count):
+    def write(number: int) -> None:
         path = folder / "ab"[number % 2] / f"{number}.jpg"
         path.parent.mkdir(parents=True, exist_ok=True)
         coarse = torch.randint(256, (side // 8, side // 8, 3), generator=torch.Generator().manual_seed(number))
         Image.fromarray(coarse.byte().numpy()).resize((side, side), Image.Resampling.BICUBIC).save(path, quality=90)
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(write, range(count)))
 
 
 if __name__ == "__main__":

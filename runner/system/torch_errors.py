@@ -67,7 +67,7 @@ def compiler_refusal(error: BaseException, whole_step: bool) -> tuple[str, str] 
     """Return why torch.compile raised `error`, with the place in the code, and a remedy; None for other errors."""
     text, instead = str(error), "set compile=true" if whole_step else "set compile=false"
     if isinstance(error, AssertionError) and "expected size" in text and "stride" in text:
-        # Seen with torch 2.11.
+        # Seen with torch 2.11 on CUDA, in convolutions of images of 1×1, which have both memory formats at once.
         why = "torch's compiler expects another memory format of a result than the operation has"
         return why, f"set channels_last=false, or {instead}"
     if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
