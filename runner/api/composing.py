@@ -99,7 +99,13 @@ def compose_run(composer: Composer, overrides: Sequence[str]) -> Job:
     """Compose the config of a single run from overrides that `checked_override` has accepted."""
     for word in overrides:
         of_sweep = is_sweep_option(word) or word.partition("=")[2].startswith("zip(")
-        check(not of_sweep, override_key(word), ABSENT, "only a sweep has this option", "add -m, or leave it out")
+        check(
+            not of_sweep,
+            override_key(word),
+            ABSENT,
+            "only a sweep has this option",
+            "add -m (in Python: runner.sweep), or leave it out",
+        )
     job = composer.run(overrides)
     source = job.config.get("resume", "never")
     why = "an option file sets it, where the defaults would replace the options of that run"

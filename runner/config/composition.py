@@ -46,6 +46,8 @@ _GLOBAL_GROUPS = ("debug", "experiment", "local")
 _LENGTHS = {"epochs", "workload.env_steps"}
 """Keys that say how long a run is if `steps` is null."""
 _TRACKERS = re.compile(r"tracking=(\[.*\])")
+_NAME = "${hydra:runtime.choices.workload}"
+"""The name of a run in conf/config.yaml."""
 _SEVERAL = "runner.tracking.base.MultiTracker"
 _SAVED = "saved"
 
@@ -131,6 +133,9 @@ class Composer:
             with read_write(config):
                 task = config.hydra.overrides.task
                 config.hydra.overrides.task = [*typed, *(word for word in task if word not in {*words} - {*overrides})]
+        raw: Any = OmegaConf.to_container(OmegaConf.masked_copy(config, ["name"]), resolve=False)
+        if raw["name"] == _NAME and config.hydra.runtime.choices.get("workload") == "_user":
+            OmegaConf.update(config, "name", user_code.run_name(config.code))
         typed = set(map(override_key, words))
         if typed & _LENGTHS and "steps" not in typed:
             OmegaConf.update(config, "steps", None)

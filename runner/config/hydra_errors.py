@@ -96,7 +96,8 @@ def _several_values(error: Exception) -> ConfigError | None:
     if match is None:
         return None
     key, values = match[1], match[2].replace("'", "")
-    return ConfigError(key, values, "a run takes one value", "for a sweep, add -m; a list is typed in brackets")
+    remedy = "for a sweep, add -m (in Python: runner.sweep); a list is typed in brackets"
+    return ConfigError(key, values, "a run takes one value", remedy)
 
 
 def _syntax_error(error: Exception) -> ConfigError | None:

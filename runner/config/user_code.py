@@ -83,8 +83,7 @@ class UserCode:
         names = {part: name for part, name in self.names().items() if part in self.objects}
         groups = [part for part in ("model", "data") if part in names]
         groups += ["workload"] if {"data", "loss", "metrics"} & {*names} else []
-        named = [_run_name(names["model"].rpartition(".")[2])] if {"model", "workload"} <= {*groups} else []
-        chosen = [*(f"{group}=_user" for group in groups), *named] if is_new else []
+        chosen = [f"{group}=_user" for group in groups] if is_new else []
         return [*chosen, *(f"++code.{part}={hydra_quoted(name)}" for part, name in names.items()), *overrides]
 
 
@@ -171,8 +170,6 @@ def expanded(overrides: Iterable[str], is_new: bool) -> Iterator[str]:
                 yield f"{group}=_user"
                 if group == "data" and "workload" not in chosen:
                     yield "workload=_user"
-                if "name" not in chosen and group != "model":
-                    yield _run_name(Path(file.path).stem)
         if not files:
             yield word
 
@@ -325,9 +322,10 @@ def give_packed(content: bytes) -> None:
         give(unpack(content))
 
 
-def _run_name(code: str) -> str:
-    """Return the override that names a run for its code: a text, though it may be nan or true."""
-    return f"name='{re.sub(r'[^a-zA-Z0-9_]', '_', code)}'"
+def run_name(code: Mapping[str, str]) -> str:
+    """Return the name of a run whose config has the names of `code`: that of its file, or of the class of its model."""
+    files = [Path(found[1]).stem for group in ("workload", "data") if (found := _FILE.fullmatch(code.get(group, "")))]
+    return re.sub(r"[^a-zA-Z0-9_]", "_", (files or [code.get("model", "_user").rpartition(".")[2]])[0])
 
 
 def _name(value: Any) -> str:

@@ -10,6 +10,7 @@ from contextlib import suppress
 from functools import cached_property
 from typing import NamedTuple
 
+from runner.config.overrides import override_key
 from runner.sweeps.engines.base import MAX_TRIALS
 
 
@@ -37,6 +38,14 @@ class Dimension(NamedTuple):
             return self.choices
         assert self.interval.whole
         return [[f"{self.name}={value}"] for value in range(int(self.interval.low), int(self.interval.high) + 1)]
+
+    @property
+    def examples(self) -> list[list[str]]:
+        """The overrides that set each value; of an interval, those of its lower end."""
+        if self.interval is None:
+            return self.choices
+        low = self.interval.low
+        return [[f"{self.name}={int(low) if self.interval.whole else low!r}"]]
 
     @property
     def num_values(self) -> float:
@@ -76,14 +85,15 @@ class Space:
     def overrides(self, value: Callable[[Dimension], list[str]]) -> list[str]:
         """Return the overrides of one combination, of which `value` chooses those of each dimension.
 
-        The options of the config groups are chosen first. Other keys, which they do not have, are left out.
+        The options of the config groups are chosen first. Other keys, which they do not have, are left out, unless they
+        are typed with a plus.
         """
         words: list[str] = []
         chosen: list[str] = []
         for each in self.dimensions:
             if _sets_group(each, self._groups):
                 chosen += value(each)
-            elif all(self._exists(chosen, key) for key in each.keys):
+            elif all(self._exists(chosen, override_key(word)) for word in each.examples[0] if word[0] != "+"):
                 words += value(each)
         return [*chosen, *words]
 

@@ -107,7 +107,7 @@ class SweepJobs:
         return math.prod(len(each.choices) for each in self.dimensions)
 
     def __iter__(self) -> Iterator[list[str]]:
-        for words in itertools.product(*(each.choices for each in self.dimensions)):
+        for words in itertools.product(*(each.examples for each in self.dimensions)):
             yield list(itertools.chain(*words))
 
     def compose(self, number: int, overrides: list[str]) -> ComposedJob:

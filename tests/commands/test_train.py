@@ -51,7 +51,7 @@ REFUSED = {
     "-m  --cfg  job": ["--cfg:", "not allowed with argument --multirun"],
     "--config-dir=/nowhere": ["--config-dir: got '/nowhere'", "no such directory"],
     # Sweeps, and sweeps typed without -m
-    "optimizer.lr=1,2": ["optimizer.lr: got '1,2'", "for a sweep, add -m; a list is typed in brackets"],
+    "optimizer.lr=1,2": ["optimizer.lr: got '1,2'", "for a sweep, add -m (in Python: runner.sweep)", "in brackets"],
     "-m  sweep=here": ["sweep: got 'here'", "local"],
     "sweep.slots=2": ["sweep.slots:", "add -m"],
     "-m  schedule=onecycle,cosine  schedule.gamma=0.5": ["schedule.gamma:", "a key of schedule=step"],

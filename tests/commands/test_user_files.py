@@ -216,6 +216,11 @@ def test_names_of_files_are_texts_in_a_sweep_too(here):
     for name in ("nan", "true", "null", "1e3"):
         shutil.copy("mine.py", f"{name}.py")
         assert runner.compose([f"workload={name}.py", *SMALL])["name"] == name
+    (here / "conf" / "experiment").mkdir(parents=True)
+    (here / "conf" / "experiment" / "study.yaml").write_text("# @package _global_\nname: of_the_file\n")
+    words = ["experiment=study", "workload=null.py"]
+    assert runner.compose(words, config_dir="conf")["name"] == "of_the_file"
+    assert runner.compose([*words, "name=typed"], config_dir="conf")["name"] == "typed"
     succeeds(here, "-m", "workload=null.py", "model=networks.py:narrow,networks.py:wide", *SMALL)
     runs = [runner.load(path.parent) for path in here.glob("outputs/sweeps/null/*/*/config.yaml")]
     assert sorted(run.config["code"]["model"] for run in runs) == ["networks.py:narrow", "networks.py:wide"]

@@ -1,6 +1,7 @@
 """A pool without processes: the test decides how each job of a sweep ends."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 from runner.sweeps.engines.base import Ended, Job, Pool
 
@@ -8,13 +9,14 @@ from runner.sweeps.engines.base import Ended, Job, Pool
 class FakePool(Pool):
     """A pool whose jobs end in the order in which they were started, one job in each call of `wait`.
 
-    `codes` has the exit codes of the attempts of a job, by its number; all others end with 0. A job that was asked to
-    stop ends with 75.
+    `codes` has the exit codes of the attempts of a job, by its number, which write no result; all others end with 0 and
+    the result that they are done. A job that was asked to stop ends with 75.
     """
 
     def __init__(self, codes: dict[int, list[int | None]], slots: int = 2):
         self.codes, self.slots = codes, slots
         self.running: list[int] = []
+        self.directories: dict[int, Path] = {}
         self.started: list[int] = []
         self.stopped: set[int] = set()
         self.earlier: list[tuple[str, bool]] = []
@@ -27,6 +29,7 @@ class FakePool(Pool):
         with job.console.open("a") as console:
             console.write(f"it is job {job.number}\nthe last words of job {job.number}\n")
         self.running.append(job.number)
+        self.directories[job.number] = job.directory
         self.started.append(job.number)
         self.earlier.append((job.earlier, job.is_changed))
         self.stopped.discard(job.number)
@@ -37,7 +40,14 @@ class FakePool(Pool):
         if not self.running:
             return []
         number = self.running.pop(0)
-        return [Ended(number, 75 if number in self.stopped else (self.codes.get(number) or [0]).pop(0))]
+        if number in self.stopped:
+            return [Ended(number, 75)]
+        if codes := self.codes.get(number):
+            return [Ended(number, codes.pop(0))]
+        directory = self.directories[number]
+        directory.mkdir(exist_ok=True)
+        (directory / "result.json").write_text('{"status": "done", "steps": 1}')
+        return [Ended(number, 0)]
 
     def stop(self, numbers: list[int]) -> None:
         self.stopped |= set(numbers)

@@ -13,6 +13,10 @@ from runner.storage.run_directory import read_result
 LR = "optimizer.lr=tag(log,interval(1e-3,1e-1))"
 REFUSED = {
     "optimizer.lr=interval(0,1)": ["optimizer.lr: got 'interval(0,1)'", "sweep.search=tpe"],
+    "optimizer.lrr=interval(0,1)  sweep.search=tpe": [
+        "optimizer.lrr: there is no such key",
+        "did you mean optimizer.lr?",
+    ],
     f"{LR}  sweep.search=bayes": ["sweep.search: got 'bayes'", "random, tpe, grid"],
     f"{LR}  sweep.search=grid": ["sweep.search: got 'grid'", "a grid needs a list of values"],
     "seed=1  sweep.search=tpe": ["sweep.search: got 'tpe'", "no key has several values"],

@@ -115,6 +115,7 @@ def test_a_job_that_can_never_run_is_refused_and_the_others_run(ledger, capsys):
     (-9, "was killed by SIGKILL"),
     (77, "ended with exit code 77"),
     (None, "was lost"),
+    (0, "ended with exit code 0 before it was done"),
 )
 def test_a_crashed_job_is_started_again_as_often_as_retries_allows(code, text, ledger, capsys):
     ledger.update(1, config_hash="hash 1", code=75, state="stopped", tries=3)

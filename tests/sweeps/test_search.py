@@ -189,6 +189,13 @@ def test_a_grid_leaves_out_keys_that_the_chosen_option_does_not_have(tmp_path):
     assert source.best() == (best, loss(best))
 
 
+def test_a_key_that_is_typed_with_a_plus_is_added_to_the_config():
+    gravity = Dimension("+env.options.gravity", ("env.options.gravity",), [[]], Interval(8, 9, whole=True))
+    absent = Dimension("model.depth", ("model.depth",), [["model.depth=3"], ["model.depth=4"]])
+    found = Space([absent, gravity], lambda groups, key: False, ()).combinations
+    assert found == [["+env.options.gravity=8"], ["+env.options.gravity=9"]]
+
+
 def test_the_value_of_a_trial_is_the_mean_over_its_seeds(tmp_path):
     source, pool, codes = searched(tmp_path, Local(search="random", trials=3, seeds=3), slots=2)
     assert codes == [0] * 9
