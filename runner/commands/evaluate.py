@@ -3,9 +3,10 @@
 The checkpoint is evaluated as in the run, in the same parallel mode, so that the metrics equal the run's own to the
 last bit. Overrides change the config of the run: `parallel=single device=cpu` evaluates the checkpoint on the CPU.
 `data.root=DIR` evaluates it on all images in DIR (or on those in DIR/val, if DIR has a directory for each split), and
-`data.file=FILE` on all rows of a table. Normalization and columns are those of the checkpoint. Nothing is written to
-the run directory. For up to 1,000 classes, the precision, the recall and F1 of each class are printed, and the classes
-that are most often confused; `--json` and `--csv` have the whole confusion matrix.
+`data.file=FILE` on all rows of a table. Normalization and columns are those of the checkpoint. The episodes of an agent
+are the same for every `seed`; `workload.eval_episodes=500` plays more. Nothing is written to the run directory. For up
+to 1,000 classes, the precision, the recall and F1 of each class are printed, and the classes that are most often
+confused; `--json` and `--csv` have the whole confusion matrix.
 
 Exit codes: 0: evaluated. 1: the evaluation crashed. 2: there is no such run or checkpoint, or the config is refused.
 """
