@@ -148,6 +148,10 @@ def training_and_held_out(root: Path, holdout: float) -> dict[str, Files]:
         remedy = f"two classes are needed, each with {least} images or more; remove other folders"
         raise _refusal(folder, why, remedy + "".join(inner) * (len(train) == 1))
     if not present:
+        parts = {name: {_relative(path, root).split(os.sep)[1].lower() for path in train[name]} for name in train}
+        inside = [name for name in train if {"train"} < parts[name] & {*SPLITS}]
+        why = f"the splits are in the class directories: {_first_five(inside)}"
+        check(not inside, "root", str(root), why, "put the classes into the splits, as in train/CLASS and val/CLASS")
         return _split(train, root, holdout)
     name = names[1]
     rest = f"; {names[-1]}/ is left for evaluate --split test" * ("test" in splits[2:])

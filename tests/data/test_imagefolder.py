@@ -207,6 +207,11 @@ REFUSED: dict[str, tuple[list[str], str, list[str]]] = {  # files, data.root, te
     "val alone": ([*many("root/val/a", 2), *many("root/val/b", 2)], "root", ["val/", "not both"]),
     "no image in val": ([*BOTH[:2], "root/val/a/x.txt"], "root", ["no class"]),
     "a class in val alone": ([*BOTH, "root/val/c/1.jpg"], "root", ["train/", "val/", ": c"]),
+    "splits in classes": (
+        [f"root/{name}/{part}/1.jpg" for name in "ab" for part in ("Train", "val")],
+        "root",
+        ["splits are in the class directories: a, b"],
+    ),
     "a class of one image": ([*many("root/a", 2), *many("root/b", 1)], "root", ["too few of b"]),
 }
 
