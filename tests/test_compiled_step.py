@@ -173,8 +173,10 @@ def test_optimizers_that_cannot_be_compiled_are_refused(options, key, tmp_path, 
     assert introduced == (key == "compile"), "what is known before the first step is refused before it is introduced"
 
 
-def test_a_toolkit_without_a_gpu_is_no_warning(caplog):
+def test_a_toolkit_without_a_gpu_is_no_warning(caplog, monkeypatch):
     log = logging.getLogger("torch.utils.cpp_extension")
+    monkeypatch.setattr(log, "handlers", [caplog.handler])
+    monkeypatch.setattr(log, "propagate", False)
     log.warning("No CUDA runtime is found, using CUDA_HOME='%s'", "/usr/local")
     log.warning("another one")
     assert [record.getMessage() for record in caplog.records] == ["another one"]

@@ -202,8 +202,11 @@ def read_csv(path: Path, inputs: Sequence[str], targets: Sequence[str], delimite
     try:
         # Of text alone, with the first line and blank lines, so that errors can name the line and show the cell.
         options = {"dtype": str, "na_filter": False, "skipinitialspace": True, "skip_blank_lines": False}
-        content = io.BytesIO(read_regular(path.resolve(), _MAX_BYTES))
-        frame = pandas.read_csv(content, header=None, sep=delimiter, encoding="utf-8-sig", **options)
+        content = read_regular(path.resolve(), _MAX_BYTES)
+        if (place := content.find(b"\0")) >= 0:  # pandas 2.2 ends there without an error
+            line = content.count(b"\n", 0, place) + 1
+            raise refuse(f"line {line} has a zero byte: it is damaged, or no text in UTF-8", "save it again: CSV UTF-8")
+        frame = pandas.read_csv(io.BytesIO(content), header=None, sep=delimiter, encoding="utf-8-sig", **options)
     except UnicodeDecodeError as error:
         raise refuse(f"it is no text in UTF-8 ({error.reason})", "save it in this encoding: CSV UTF-8") from None
     except (OSError, ValueError, pandas.errors.ParserError) as error:  # ValueError: no columns

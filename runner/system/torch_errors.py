@@ -70,13 +70,13 @@ def compiler_refusal(error: BaseException, whole_step: bool) -> tuple[str, str] 
         # Seen with torch 2.11 on CUDA, in convolutions of images of 1×1, which have both memory formats at once.
         why = "torch's compiler expects another memory format of a result than the operation has"
         return why, f"set channels_last=false, or {instead}"
-    if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
+    if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")) and "\nfrom user code:" not in text:
         return None
     if "InvalidCxxCompiler" in text:
         return "torch finds no C++ compiler", "install one, such as g++, or set compile=false"
     why = text.strip().splitlines()[0]
     if places := re.findall(r'File "([^"]+)", line (\d+)', text):
-        if "/torch/optim/" in places[-1][0]:
+        if "/torch/optim/" in places[-1][0] or places[-1][0].endswith("/runner/optimizer.py"):
             return f"torch cannot compile this optimizer: {why}", f"choose another optimizer, or {instead}"
         why += f" ({':'.join(places[-1])})"
     return f"torch cannot compile it: {why}", f"change what is at this place, or {instead}"

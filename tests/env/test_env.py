@@ -237,12 +237,6 @@ def test_a_module_that_cannot_be_imported_is_named():
     assert (refusal.value.key, refusal.value.got) == ("id", "not_installed:Game-v0")
 
 
-def test_options_that_an_environment_does_not_have_are_refused():
-    with pytest.raises(ConfigError, match="unexpected keyword argument 'gravity'") as refusal:
-        prepared("Acrobot-v1", options={"gravity": 9})
-    assert (refusal.value.key, refusal.value.got) == ("options", {"gravity": 9})
-
-
 class SameArrays(gymnasium.vector.VectorEnv):
     """Counts steps, and returns the same arrays every time, as fast implementations do."""
 

@@ -206,7 +206,7 @@ class Large(gymnasium.Env):
     (["workload.normalize=true"], "workload.normalize"),
     (["workload.terminal_on_life_loss=true", "env.id=CartPole-v1", "model=qnet"], "workload.terminal_on_life_loss"),
     (["workload.replay_size=100000000"], "workload.replay_size"),
-    (["env.options={shapes: 3}"], "env.id"),
+    (["env.options={shapes: 3}"], "env.options"),
 )
 def test_what_an_agent_cannot_see_is_refused(overrides, key, monkeypatch):
     monkeypatch.setitem(gymnasium.registry, "Large-v0", EnvSpec("Large-v0", Large, disable_env_checker=True))
