@@ -306,11 +306,12 @@ def _over_keys(compared: Comparison, data: Any, names: list[str], panels: list[t
 
 
 def _curves(compared: Comparison) -> dict[str, Figure]:
-    """Return the figure `curves` of the best rows, with a metric that a run logged at 3 or more steps, if any."""
+    """Return the figure `curves` of the best rows, with a metric that a run logged at 2 or, better, more steps."""
     wanted = [compared.metric, f"train/{compared.metric.rpartition('/')[2]}", "train/loss"]
     rows = compared.rows[:_MAX_LINES]
     read = [(number, EventReader(run.directory, wanted).read()) for number, row in enumerate(rows) for run in row.runs]
-    tag = next((tag for tag in wanted if any(len(curves.get(tag, ())) >= 3 for _, curves in read)), None)
+    longest = {tag: max(len(curves.get(tag, ())) for _, curves in read) for tag in wanted}
+    tag = next((tag for least in (3, 2) for tag in wanted if longest[tag] >= least), None)
     if tag is None:
         return {}
     y, found = shown(tag), [(number, curves[tag]) for number, curves in read if tag in curves]

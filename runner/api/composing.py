@@ -21,7 +21,9 @@ from omegaconf.errors import OmegaConfBaseException
 from runner.config.composition import Composer, Job
 from runner.config.errors import ABSENT, ConfigError, check
 from runner.config.hydra_errors import config_error, explain
+from runner.config.options import option_name
 from runner.config.overrides import (
+    as_typed,
     checked_override,
     is_sweep_option,
     override_key,
@@ -45,12 +47,25 @@ The command is the last: it defers the import of torchvision, which each job wou
 class Config(dict[str, Any]):
     """A composed config: a dict of plain values by key, such as `config["optimizer"]["lr"]`.
 
-    Its attributes `overrides` and `config_dir` are the arguments of `compose`.
+    Its attribute `config_dir` is the argument of `compose`.
     """
 
     def __init__(self, values: Mapping[str, Any], overrides: Sequence[str] = (), config_dir: str | None = None):
         super().__init__(values)
-        self.overrides, self.config_dir = tuple(overrides), config_dir
+        self._composed, self._typed, self.config_dir = deepcopy(dict(values)), tuple(overrides), config_dir
+
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        """The overrides that were passed to `compose`, and in place of them those of values that were changed since."""
+        from runner.tracking.recorder import flatten  # imports torch, which composing does not need
+
+        then, now = flatten(self._composed), flatten(self)
+        changed = {key: as_typed(value) for key, value in now.items() if value != then.get(key, ABSENT)}
+        changed |= {
+            key: option_name(key, self[key]) for key in changed.keys() & self.keys() if isinstance(self[key], dict)
+        }
+        kept = [word for word in self._typed if override_key(word) not in changed]
+        return (*kept, *(f"{key}={value}" for key, value in changed.items()))
 
     def __repr__(self) -> str:
         return f"Config(overrides={redacted_values(list(self.overrides))})"
@@ -75,15 +90,10 @@ def compose(overrides: Sequence[str] = (), *, config_dir: str | os.PathLike[str]
     """
     check_list_of_texts(overrides)
     for word in overrides:
-        check(not word.startswith("-"), word, ABSENT, "flags belong to the command", "leave it out")
         checked_override(word)
     folder = None if config_dir is None else os.fspath(config_dir)
     with separate_hydra():
-        try:
-            job = compose_run(composer_of(overrides, folder), overrides)
-        except (HydraException, OmegaConfBaseException) as error:
-            remedy = "python -m runner --help lists the options"
-            raise config_error(error) or ConfigError("overrides", ABSENT, explain(error), remedy) from None
+        job = compose_run(composer_of(overrides, folder), overrides)
     return Config(job.config, job.overrides, folder)
 
 
@@ -92,6 +102,8 @@ def check_list_of_texts(overrides: Any) -> Sequence[str]:
     is_list = isinstance(overrides, Sequence) and not isinstance(overrides, str)
     why, remedy = "it is not a list of strings", 'for example ["parallel=ddp", "seed=1"]'
     check(is_list and all(isinstance(word, str) for word in overrides), "overrides", overrides, why, remedy)
+    for word in overrides:
+        check(not word.startswith("-"), word, ABSENT, "flags belong to the command", "leave it out")
     return overrides
 
 
@@ -99,13 +111,8 @@ def compose_run(composer: Composer, overrides: Sequence[str]) -> Job:
     """Compose the config of a single run from overrides that `checked_override` has accepted."""
     for word in overrides:
         of_sweep = is_sweep_option(word) or word.partition("=")[2].startswith("zip(")
-        check(
-            not of_sweep,
-            override_key(word),
-            ABSENT,
-            "only a sweep has this option",
-            "add -m (in Python: runner.sweep), or leave it out",
-        )
+        remedy = "add -m (in Python: runner.sweep), or leave it out"
+        check(not of_sweep, override_key(word), ABSENT, "only a sweep has this option", remedy)
     job = composer.run(overrides)
     source = job.config.get("resume", "never")
     why = "an option file sets it, where the defaults would replace the options of that run"
@@ -126,7 +133,11 @@ def composer_of(overrides: Sequence[str], config_dir: str | None) -> Composer:
 
 @contextmanager
 def separate_hydra() -> Iterator[None]:
-    """A context in which composing does not change Hydra's global objects: the caller may be a program of Hydra."""
+    """A context in which composing does not change Hydra's global objects: the caller may be a program of Hydra.
+
+    Raises:
+        ConfigError: in place of Hydra's errors.
+    """
     Plugins.instance()  # whose import registers options, only once
     instances, resolvers = Singleton._instances, BaseContainer._resolvers
     separate: Any = {cls: each for cls, each in instances.items() if cls not in (HydraConfig, JobRuntime, VersionBase)}
@@ -134,5 +145,8 @@ def separate_hydra() -> Iterator[None]:
     BaseContainer._resolvers = dict(resolvers)
     try:
         yield
+    except (HydraException, OmegaConfBaseException) as error:
+        remedy = "python -m runner --help lists the options"
+        raise config_error(error) or ConfigError("overrides", ABSENT, explain(error), remedy) from None
     finally:
         Singleton._instances, BaseContainer._resolvers = instances, resolvers

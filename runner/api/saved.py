@@ -118,6 +118,8 @@ class SavedRun:
         weights, path = self.weights(step), self.checkpoint(step)
         with settings_kept(), self._given(overrides):
             run, signature = self.on_one_device(step, overrides), self.signature(step)
+            of_model = {part: name for part, name in run.code.items() if part in ("model", "workload")}
+            user_code.check_given(of_model, str(self.directory), "directory")
             if "inputs" in signature:  # before memory is allocated: the checkpoint may be anybody's
                 _check_fits(_without_memory(lambda: run.workload.saved_model(signature), path), weights, path)
             model = run.precision.convert(run.workload.saved_model(signature))

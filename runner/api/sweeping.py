@@ -39,7 +39,8 @@ def sweep(overrides: Sequence[str], *, config_dir: str | None = None, **code: An
 
     Returns:
         A row for each job: the values of the swept keys, the `status`, the latest metrics by TensorBoard tag, the
-        value of the metric that selects the best checkpoint (`best`), the `steps`, the `seconds`, and the `directory`.
+        value of the metric that selects the best checkpoint (`best`), the `steps`, the `seconds`, and the `directory`,
+            which is empty if the job was refused.
 
     Raises:
         ConfigError: if the sweep is invalid, or no job can run.
@@ -66,7 +67,11 @@ def _row(sweep: Path, entry: dict[str, Any], swept: Sequence[str]) -> dict[str, 
     run = MeasuredRun(sweep / entry.get("directory", ""))
     labels = run.labels if entry.get("directory") else {}
     typed = {override_key(word): override_value([word], override_key(word)) for word in entry.get("overrides", [])}
-    about = {"steps": run.steps, "seconds": run.result.get("seconds"), "directory": str(run.directory)}
+    about = {
+        "steps": run.steps,
+        "seconds": run.result.get("seconds"),
+        "directory": str(run.directory) if run.directory.is_dir() else "",
+    }
     best = run.best[1] if run.best else None
     values = {key: labels.get(key, typed.get(key)) for key in swept}
     return {**values, "status": entry.get("state", ""), "best": best, **run.result.get("metrics", {}), **about}

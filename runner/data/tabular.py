@@ -97,7 +97,8 @@ class Tabular(Data):
         scaled = self.standardize and "scale" not in saved
         scales = [_scale(part, scaled, saved.get("scale", {}).get(key)) for key, part in pairs.items()]
         constant = (pairs["targets"] == pairs["targets"][:1]).all(0).tolist()
-        for name in [name for name, is_constant in zip(table.target_names, constant, strict=True) if is_constant]:
+        equal = [name for name, is_constant in zip(table.target_names, constant, strict=True) if is_constant]
+        for name in [] if saved else equal:
             log.warning("data.targets: %s is the same in all training samples: there is nothing to learn", name)
         content = "" if self.file is None else table.fingerprint()
         rows = {"all": torch.arange(count), "train": train, "val": val}

@@ -40,6 +40,11 @@ class UserModel(Model):
             remedy = f"write a function without arguments: lambda: {getattr(given, '__name__', 'Net')}(…)"
             why = f"its arguments are not known ({', '.join(free)}): only shape and num_classes are passed"
             check({*free} <= {*sizes}, "", user_code.given().names().get("model"), why, remedy)
+            why, remedy = (
+                "the data does not say how many there are",
+                "pass tensors, or a data set with a list `classes`",
+            )
+            check(num_classes > 0 or "num_classes" not in free, "", "num_classes", why, remedy)
             model = given(**{name: sizes[name] for name in free})
         check(isinstance(model, torch.nn.Module), "", type(model).__name__, "it is no torch.nn.Module", "return one")
         return _plain(model)

@@ -22,7 +22,10 @@ _HOW = (
 )
 """Keys and groups that determine how a run is computed and what is written: they make no other run."""
 
-_DISTINCT = ("model.weights", "model.reset_head", "workload.env_steps", "data.root", "data.file")
+_AT_THE_START = ("model.weights", "model.reset_head")
+"""Options in `may_change_on_resume` that a resumed run no longer reads: they may be taken back, but not set."""
+
+_DISTINCT = (*_AT_THE_START, "workload.env_steps", "data.root", "data.file")
 """Options in `may_change_on_resume` that distinguish runs: the weights that they begin with, their lengths, their data.
 """
 
@@ -83,4 +86,5 @@ def _compared(key: str, saved: Mapping[str, Any], now: Mapping[str, Any]) -> Ite
             full = f"{key}.{name}" if name else key
             is_same_run = full in _HOW or (name in free and full not in _DISTINCT)
             if then.get(name) != today.get(name) and not is_same_run:
-                yield Difference(full, then.get(name), today.get(name), key in _ESSENTIAL and name not in free)
+                may_change = name in free and not (full in _AT_THE_START and today.get(name))
+                yield Difference(full, then.get(name), today.get(name), key in _ESSENTIAL and not may_change)

@@ -62,6 +62,7 @@ def run_sweep(
     search = None if engine.search is None else _search(jobs, planner)
     with StopSweep() as stop, Ledger(typed, root, str(planner.config["resume"]), search is not None) as ledger:
         planner.path = ledger.path
+        failed = {n: job["state"] for n, job in ledger.jobs.items() if job.get("code") in (CRASHED, REFUSED)}
         if search is not None:
             search.open(ledger)
         grid = JobSource(starmap(planner.plan, enumerate(jobs)), len(jobs))
@@ -73,6 +74,9 @@ def run_sweep(
             codes = Scheduler(source, pool, ledger, engine, display).run(stop)
         source.close()
         ledger.end(source.is_complete(len(ledger.settled_states)))
+        if search is not None and failed:
+            display.states |= failed | display.states
+            display.line("a search does not try again what failed; a larger sweep.trials adds other trials")
         display.summary()
         found = find_best(ledger.path)
         if search is not None:

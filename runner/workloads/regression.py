@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +18,9 @@ from runner.device import sum_dtype
 from runner.tracking.metrics import MetricSums
 from runner.workloads.evaluation_metrics import OF_NUMBERS, Named
 from runner.workloads.supervised import DataWorkload, comparable
+
+_OF_VARYING_TARGETS = {"pearson", "spearman", "concordance", "explained_variance"}
+"""Metrics that are not defined if all targets are equal, for which torchmetrics returns 0 or rounding errors."""
 
 
 @dataclass
@@ -120,9 +124,11 @@ class Regression(DataWorkload[RegressionSamples]):
         varies = variation > 1e-12 * sums["target_squared"]  # by more than rounding errors
         ratio = sums["squared"] / torch.where(varies, variation, torch.ones_like(variation))
         r2 = torch.where(varies, 1 - ratio, (sums["squared"] == 0).double())
+        undefined = {} if bool(varies.all()) else dict.fromkeys(extra.keys() & _OF_VARYING_TARGETS, math.nan)
         return {
             "loss": float(sums["loss"].mean()) / count,
             "mae": float((sums["absolute"] * std).mean()) / count,
             "r2": float(r2.mean()),
             **extra,
+            **undefined,
         }

@@ -28,6 +28,21 @@ def test_a_config_has_the_values_that_the_command_composes():
     assert OmegaConf.create(str(config)) == OmegaConf.create(dict(config))
 
 
+def test_the_overrides_of_a_changed_config_are_those_of_its_values():
+    config = runner.compose(["model=tiny", "optimizer.lr=0.2", "data.crop=0"])
+    assert config.overrides == ("model=tiny", "optimizer.lr=0.2", "data.crop=0")
+    config["optimizer"]["lr"], config["max_grad_norm"] = 0.1, 1.5
+    config["precision"] = runner.compose(["precision=bf16"])["precision"]
+    assert {*config.overrides} == {
+        "model=tiny",
+        "data.crop=0",
+        "optimizer.lr=0.1",
+        "max_grad_norm=1.5",
+        "precision=bf16",
+    }
+    assert runner.compose(config.overrides) == config
+
+
 def test_composing_does_not_change_the_global_state_of_hydra():
     before, config = HydraConfig.instance().cfg, OmegaConf.create({"own": 1})
     HydraConfig.instance().cfg = config  # pyright: ignore[reportAttributeAccessIssue]

@@ -254,6 +254,7 @@ def test_a_sweep_returns_a_table_of_its_runs():
     table = runner.sweep(words, model=Net, data=TENSORS)
     assert len(table) == 4
     assert table["status"].value_counts().to_dict() == {"done": 2, "refused": 2}
+    assert {*table[table["status"] == "refused"]["directory"]} == {""}, "they have none"
     done: Any = table[table["status"] == "done"]
     assert sorted(zip(done["optimizer.lr"], done["seed"], strict=True)) == [(0.01, 0), (0.01, 1)]
     row = done[(done["optimizer.lr"] == 0.01) & (done["seed"] == 1)].iloc[0]
@@ -307,6 +308,19 @@ def test_a_resume_says_which_code_has_another_name_or_source(capsys, tmp_path):
     run = train(SHORT, loss=one)
     [said] = told(run, 7, loss=two)
     assert said.startswith(f"loss={__name__}.test_a_resume")
+
+
+@pytest.mark.cases(
+    (["optimizer.lrr=1,2"], "optimizer.lrr"),
+    (["optimizer.lrr=1", "seed=1,2"], "optimizer.lrr"),
+    (["optimizer=sgdd,adam"], "optimizer"),
+    (["steps=1,("], "steps=1,("),
+    (["-m", "seed=1,2"], "-m"),
+)
+def test_mistakes_in_a_sweep_are_config_errors_that_name_the_key(words, key):
+    with pytest.raises(runner.ConfigError) as refused:
+        runner.sweep(words, model=Net, data=TENSORS)
+    assert refused.value.key == key
 
 
 def test_a_search_over_objects_prints_no_command_which_could_not_pass_them(tmp_path, monkeypatch, capfd):

@@ -29,7 +29,6 @@ def test_how_a_run_is_computed_does_not_make_it_another_run(changes):
     ("schedule=cosine", ("schedule", "onecycle", "cosine")),
     ("ema.decay=0.9", ("ema.decay", None, 0.9)),
     ("precision=bf16", ("precision", "32", "bf16")),
-    ("model.weights=a.pt", ("model.weights", None, "a.pt")),
     ("parallel=hogwild", ("parallel", "single", "hogwild")),
     ("parallel=ensemble", ("parallel", "single", "ensemble")),
     ("max_grad_norm=1", ("max_grad_norm", None, 1)),
@@ -46,6 +45,7 @@ def test_what_is_computed_makes_another_run_which_can_be_continued_if_it_is_name
     ("seed=1", "seed: 0 ", "1 "),
     ("batch_size=32", "batch_size: 64 ", "32 "),
     ("model=convnet", "model.channels: [16, 32] ", "[20, 20] "),
+    ("model.weights=a.pt", "model.weights: None ", "a.pt "),
     ("data.size=16", "data.size: 8 ", "16 "),
     ("optimizer=adam", "optimizer: sgd ", "adam "),
     ("workload.label_smoothing=0.1", "workload.label_smoothing: 0.0 ", "0.1 "),
@@ -57,6 +57,11 @@ def test_seed_batch_size_model_data_and_optimizer_cannot_change(change, then, no
         check_resumable(saved, other, "PATH")
     assert (caught.value.key, caught.value.got) == ("resume", "PATH")
     assert now in caught.value.why.partition(then)[2]
+
+
+def test_the_weights_that_a_run_began_with_may_be_taken_back():
+    saved = compose_config(*TINY_CPU, "model.weights=a.pt", "model.reset_head=true")
+    check_resumable(saved, compose_config(*TINY_CPU), "PATH")
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", None, []])

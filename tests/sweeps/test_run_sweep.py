@@ -13,6 +13,7 @@ from runner.storage.run_directory import read_result
 LR = "optimizer.lr=tag(log,interval(1e-3,1e-1))"
 REFUSED = {
     "optimizer.lr=interval(0,1)": ["optimizer.lr: got 'interval(0,1)'", "sweep.search=tpe"],
+    "seed=1,2  sweep.search=grid  sweep.trials=1": ["sweep.trials: got 1", "tries all combinations"],
     "optimizer.lrr=interval(0,1)  sweep.search=tpe": [
         "optimizer.lrr: there is no such key",
         "did you mean optimizer.lr?",
@@ -50,6 +51,13 @@ def test_a_search_of_which_a_trial_diverges_prints_a_command_that_reproduces_the
     assert code == 0, again
     [single] = tmp_path.glob("runs/classifier/*")
     assert read_result(single)["best"]["value"] == best, "the same run"
+
+
+def test_a_resumed_search_shows_the_trials_that_failed_before(tmp_path):
+    words = [*TINY_CPU, "-m", "batch_size=64,50000", "sweep.search=grid", "steps=2"]
+    for more, text in (((), "1 of 2 jobs done, 1 refused"), (("resume=auto",), "a larger sweep.trials adds other")):
+        code, output = run_in_this_process([*words, *more], tmp_path)
+        assert (code, "1 of 2 jobs done, 1 refused" in output, text in output) == (2, True, True), output
 
 
 STOPPED = {

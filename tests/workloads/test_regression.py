@@ -1,12 +1,14 @@
 """Tests of regression: losses and metrics equal their formulas, and every mode equals a plain PyTorch loop."""
 
 import functools
+import math
 from typing import Any
 
 import pytest
 import torch
 from helpers.compose import build_composed_run, compose_config, prepare_session, train_in
 from helpers.events import scalar_curves
+from helpers.extras import require
 from helpers.plain_loop import STEPS, Function, PlainResult, PlainSettings, largest_difference, plain_loop, weights_at
 from helpers.runs import assert_bitwise_equal, run_outcome
 from torch.nn import functional
@@ -90,14 +92,13 @@ def test_resume_is_bitwise_exact(tmp_path):
     assert parts.result.evaluation == whole.result.evaluation
 
 
-def evaluated(inputs: torch.Tensor, targets: torch.Tensor, outputs: torch.Tensor) -> dict[str, float]:
+def evaluated(inputs: torch.Tensor, targets: torch.Tensor, outputs: torch.Tensor, *options: str) -> dict[str, float]:
     """Evaluate a network that returns `outputs` for `inputs`, in two shards, and return the metrics."""
-    workload: Any = build_composed_run(*SMALL, "workload.eval_batch_size=2").workload
+    workload: Any = build_composed_run(*SMALL, "workload.eval_batch_size=2", *options).workload
     zero, one = torch.zeros(targets.shape[1]), torch.full((targets.shape[1],), 2.0)
     table = Table(inputs, targets * 2, ["a", "b", "c"][: targets.shape[1]])
-    workload.held_out = workload.train = TableSamples(
-        table, torch.arange(len(inputs)), (torch.zeros(1), torch.ones(1)), (zero, one)
-    )
+    samples = TableSamples(table, torch.arange(len(inputs)), (torch.zeros(1), torch.ones(1)), (zero, one))
+    workload.use(samples, samples)
     answers = {tuple(row.tolist()): output for row, output in zip(inputs, outputs, strict=True)}
 
     def infer(batch: torch.Tensor) -> torch.Tensor:
@@ -121,6 +122,15 @@ def test_metrics_are_means_over_samples_and_targets():
 def test_r2_of_equal_targets_is_that_of_scikit_learn(error, r2):
     inputs, targets = torch.arange(3.0)[:, None], torch.full((3, 1), 0.1)
     assert evaluated(inputs, targets, targets + error)["r2"] == r2
+
+
+def test_metrics_that_compare_with_the_variation_of_targets_are_nan_if_these_are_equal():
+    require("torchmetrics")
+    names = ["pearson", "spearman", "concordance", "explained_variance", "rmse"]
+    inputs, targets = torch.arange(3.0)[:, None], torch.full((3, 1), 0.1)
+    found = evaluated(inputs, targets, targets + inputs, f"workload.metrics=[{','.join(names)}]")
+    assert all(math.isnan(found[name]) for name in names[:-1])
+    assert found["rmse"] == pytest.approx(2 * (5 / 3) ** 0.5)
 
 
 def test_the_model_of_a_run_predicts_in_the_units_of_the_file(tmp_path):

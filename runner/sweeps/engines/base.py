@@ -110,6 +110,9 @@ class Engine(ABC):
         for key in _ONLY_IN_SEARCH if self.search is None else ():
             given, default = getattr(self, key), getattr(Engine, key)
             check(given == default, key, given, "only a search has this option", "add sweep.search=tpe")
+        if self.search == "grid" and self.trials != Engine.trials:
+            why = "sweep.search=grid tries all combinations"
+            raise ConfigError("trials", self.trials, why, "leave it out, or sweep.search=random")
         check_range(self, "trials", least=1, most=MAX_TRIALS)
         check_range(self, "seeds", least=1, most=100)
         check_range(self, "sampler_seed", least=0, most=2**31 - 1)
