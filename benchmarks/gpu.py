@@ -154,10 +154,7 @@ def _resumed(machine: Machine, more: str) -> list[str]:
         _train([f"resume={cut}"], cut)
         uncut.result()
         verdict = "the same weights" if _weights(whole) == _weights(cut) else "OTHER WEIGHTS"
-        return [
-            f"{more}, killed and resumed",
-            verdict if was_killed else f"{verdict}, but it ended before it was killed",
-        ]
+        return [f"{more}, killed and resumed", verdict, *([] if was_killed else ["it ended before it was killed"])]
 
 
 def memory(machine: Machine) -> Rows:
@@ -211,7 +208,7 @@ def small(machine: Machine) -> Rows:
 def cifar10(machine: Machine) -> Rows:
     """CIFAR-10 from one config (airbench, hand-tuned: 94 % in 2.6 s on an A100)."""
     if not (machine.data / "cifar-10-batches-py").is_dir():
-        return [["not run", f"there is no {machine.data}/cifar-10-batches-py (--data DIR)"]]
+        return [["not run", "cifar-10-batches-py is not in the directory of --data"]]
     options = ["experiment=cifar10", f"data.root={machine.data}", f"device={machine.kind}", "keep=0"]
     found = _train([*options, *(["steps=2", "batch_size=16", "model.depth=18"] if machine.tiny else [])])
     return [["accuracy", found["metrics"]["eval/accuracy"]], ["seconds", found["seconds"]]]
@@ -283,9 +280,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if kind is None and not options.rehearse:
         parser.error("torch finds no accelerator here; `python -m runner doctor` says more, --rehearse uses the CPU")
     count = torch.accelerator.device_count()
-    machine = Machine(
-        kind or "cpu", count, options.repeats, options.rehearse, options.data.resolve(), options.out.resolve()
-    )
+    data, out = options.data.resolve(), options.out.resolve()
+    machine = Machine(kind or "cpu", count, options.repeats, options.rehearse, data, out)
     options.out.mkdir(parents=True, exist_ok=True)
     for name in wanted:
         path = options.out / f"{name}.json"

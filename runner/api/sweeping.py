@@ -67,11 +67,8 @@ def _row(sweep: Path, entry: dict[str, Any], swept: Sequence[str]) -> dict[str, 
     run = MeasuredRun(sweep / entry.get("directory", ""))
     labels = run.labels if entry.get("directory") else {}
     typed = {override_key(word): override_value([word], override_key(word)) for word in entry.get("overrides", [])}
-    about = {
-        "steps": run.steps,
-        "seconds": run.result.get("seconds"),
-        "directory": str(run.directory) if run.directory.is_dir() else "",
-    }
+    directory = str(run.directory) if run.directory.is_dir() else ""
+    about = {"steps": run.steps, "seconds": run.result.get("seconds"), "directory": directory}
     best = run.best[1] if run.best else None
     values = {key: labels.get(key, typed.get(key)) for key in swept}
     return {**values, "status": entry.get("state", ""), "best": best, **run.result.get("metrics", {}), **about}

@@ -80,11 +80,10 @@ class Env:
             single = gymnasium.make(spec, **self._options())
         except Exception as error:  # an environment may be anybody's, and says itself what is missing
             why = f"it cannot be created: {type(error).__name__}: {error}"
+            key, remedy = "id", "install what is missing, or choose another environment"
             if self.options and "unexpected keyword argument" in why:
-                raise ConfigError(
-                    "options", self.options, why, "leave out what the environment does not have"
-                ) from None
-            raise ConfigError("id", self.id, why, "install what is missing, or choose another environment") from None
+                key, remedy = "options", "leave out what the environment does not have"
+            raise ConfigError(key, getattr(self, key), why, remedy) from None
         for key, wrapper in self._wrappers().items():
             try:
                 single = wrapper(single)

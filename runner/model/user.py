@@ -40,19 +40,14 @@ class UserModel(Model):
             remedy = f"write a function without arguments: lambda: {getattr(given, '__name__', 'Net')}(…)"
             why = f"its arguments are not known ({', '.join(free)}): only shape and num_classes are passed"
             check({*free} <= {*sizes}, "", user_code.given().names().get("model"), why, remedy)
-            why, remedy = (
-                "the data does not say how many there are",
-                "pass tensors, or a data set with a list `classes`",
-            )
-            check(num_classes > 0 or "num_classes" not in free, "", "num_classes", why, remedy)
             model = given(**{name: sizes[name] for name in free})
         check(isinstance(model, torch.nn.Module), "", type(model).__name__, "it is no torch.nn.Module", "return one")
         return _plain(model)
 
-    def needs_sizes(self) -> bool:
-        """Return whether the network depends on the data."""
+    def needed_sizes(self) -> list[str]:
+        """Return the arguments of the network that depend on the data: `shape`, `num_classes`, both or none."""
         given = user_code.find("model")
-        return callable(given) and not isinstance(given, torch.nn.Module) and bool(required(given))
+        return required(given) if callable(given) and not isinstance(given, torch.nn.Module) else []
 
 
 def _plain(model: torch.nn.Module) -> torch.nn.Module:

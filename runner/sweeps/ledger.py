@@ -16,6 +16,7 @@ from runner.storage import run_directory
 from runner.storage.files import UnsafeFileError, write_text
 from runner.storage.ledger_file import LEDGER, read_ledger
 from runner.storage.run_directory import StorageError, storage_errors
+from runner.system.console import CRASHED, REFUSED
 from runner.system.secrets import printable, redacted, redacted_values
 
 CONSOLE = "console"
@@ -69,13 +70,14 @@ class Ledger:
     def __init__(self, typed: Iterable[str], root: Path, resume: str, is_search: bool = False):
         last = {override_key(text): canonical_override(text) for text in typed}
         shown = redacted_values([text for key, text in last.items() if key.partition(".")[0] not in SHARED_KEYS])
+        self._is_search = is_search
         self.typed = sorted(printable(text) for text in shown)
         self.jobs: dict[int, dict[str, Any]] = {}
         self.num_jobs, self.complete = 0, False
         remedy = "resume=auto resumes the unfinished sweep with the same overrides"
         check(resume in ("auto", "never"), "resume", resume, "a sweep cannot be resumed in one run's directory", remedy)
         with ExitStack() as undo:
-            path = self._resumable(root, is_search) if resume == "auto" else None
+            path = self._resumable(root) if resume == "auto" else None
             if path is None:
                 path, existing = root / run_directory.unique_name(), run_directory.nearest_existing(root)
                 run_directory.create(root, path.name)
@@ -89,11 +91,11 @@ class Ledger:
                 raise ConfigError("output_root", str(root), why, "make room, or output_root=DIR elsewhere") from None
             self._undo = undo.pop_all()
 
-    def _resumable(self, root: Path, is_search: bool) -> Path | None:
+    def _resumable(self, root: Path) -> Path | None:
         """Load the newest sweep in `root` with the same overrides; return its directory, or None if there is none."""
         for path in reversed(run_directory.readable_entries(root)):
             found = read_ledger(path, self.typed)
-            is_complete = found.get("complete") and not (is_search and (path / STUDY).is_file())
+            is_complete = found.get("complete") and not (self._is_search and (path / STUDY).is_file())
             if found.get("typed") == self.typed and not is_complete:
                 self.jobs = {int(number): entry for number, entry in found["jobs"].items()}
                 self.complete, self.num_jobs = found["complete"], found.get("num_jobs", 0)
@@ -116,8 +118,9 @@ class Ledger:
 
     @property
     def settled_states(self) -> dict[int, str]:
-        """The states of the jobs that need not run again, by number: `done`, `diverged` or, in a search, `pruned`."""
-        settled = {n: job for n, job in self.jobs.items() if job.get("code") in SETTLED or job.get("state") == "pruned"}
+        """The states of the jobs that need not run again, by number; in a search, also of those that failed."""
+        codes = {*SETTLED, CRASHED, REFUSED} if self._is_search else {*SETTLED}
+        settled = {n: job for n, job in self.jobs.items() if job.get("code") in codes or job.get("state") == "pruned"}
         return {number: str(job.get("state", "")) for number, job in settled.items()}
 
     def end(self, complete: bool) -> None:

@@ -62,8 +62,9 @@ def run_sweep(
     search = None if engine.search is None else _search(jobs, planner)
     with StopSweep() as stop, Ledger(typed, root, str(planner.config["resume"]), search is not None) as ledger:
         planner.path = ledger.path
-        failed = {n: job["state"] for n, job in ledger.jobs.items() if job.get("code") in (CRASHED, REFUSED)}
         if search is not None:
+            if {CRASHED, REFUSED} & {job.get("code") for job in ledger.jobs.values()}:
+                print("trials that failed are not tried again; a larger sweep.trials adds others", file=sys.stderr)
             search.open(ledger)
         grid = JobSource(starmap(planner.plan, enumerate(jobs)), len(jobs))
         source = grid if search is None else search
@@ -74,9 +75,6 @@ def run_sweep(
             codes = Scheduler(source, pool, ledger, engine, display).run(stop)
         source.close()
         ledger.end(source.is_complete(len(ledger.settled_states)))
-        if search is not None and failed:
-            display.states |= failed | display.states
-            display.line("a search does not try again what failed; a larger sweep.trials adds other trials")
         display.summary()
         found = find_best(ledger.path)
         if search is not None:

@@ -157,15 +157,16 @@ class Scheduler:
     def _end(self, ended: Ended) -> None:
         """Record the end of a job. If the job crashed and has retries left, queue it again instead."""
         job, code = self._running.pop(ended.number), ended.code
-        status = read_result(job.directory).get("status", "")
+        result = read_result(job.directory)
+        recorded = EXIT_CODES.get(result.get("status", ""))
         if code is None:  # the pool does not know it, but the result of the run may tell it
-            code = EXIT_CODES.get(status)
+            code = recorded
         text = "" if code in STATES else how_it_died(ended)
-        if code == DONE != EXIT_CODES.get(status):  # something called os._exit(0)
+        if code == DONE != recorded:  # something called os._exit(0)
             code, text = CRASHED, "ended with exit code 0 before it was done"
         code = code if code in STATES else CRASHED
         if code == CRASHED and not self._stopping and self._attempts[job.number] <= self.options.retries:
-            why = text or self._reason(job, code, read_result(job.directory))
+            why = text or self._reason(job, code, result)
             self._update(job, state="queued", error=why)
             self.display.line(f"{self.display.title(job)}: {why}\n  it will be started again")
             self._waiting.append(job)

@@ -100,8 +100,9 @@ class DataWorkload(SupervisedWorkload, Generic[S]):
         raise NotImplementedError(f"{type(self).__name__} does not say how many outputs its network has")
 
     def build_model(self) -> torch.nn.Module:
+        num_outputs = self.num_outputs  # an error of it is one of the data
         with errors_under("model"):
-            return self.model.build(self.train.shape, self.num_outputs)
+            return self.model.build(self.train.shape, num_outputs)
 
     @property
     def num_data_workers(self) -> int:

@@ -87,7 +87,8 @@ class UserWorkload(DataWorkload[Samples]):
     @property
     def num_outputs(self) -> int:
         why, remedy = "the number of outputs is not known", "pass tensors, or a data set with a list `classes`"
-        check(self._num_outputs > 0 or isinstance(self.model, UserModel), "data", ABSENT, why, remedy)
+        is_needed = not isinstance(self.model, UserModel) or "num_classes" in self.model.needed_sizes()
+        check(self._num_outputs > 0 or not is_needed, "data", ABSENT, why, remedy)
         return self._num_outputs
 
     def signature(self) -> dict[str, Any]:
@@ -112,7 +113,7 @@ class UserWorkload(DataWorkload[Samples]):
         return None if is_index else self.train.shape  # of zeros, which may be no valid index
 
     def saved_model(self, signature: Mapping[str, Any]) -> torch.nn.Module:
-        if isinstance(self.model, UserModel) and not self.model.needs_sizes():
+        if isinstance(self.model, UserModel) and not self.model.needed_sizes():
             with errors_under("model"):
                 return self.model.build((), 0)
         return super().saved_model(signature)

@@ -241,7 +241,7 @@ def shifted(by: int) -> Any:
     ({"loss": lambda outputs, targets: cross_entropy(outputs.detach(), targets)}, "loss", "weights"),
     ({"model": TwoInputs}, "model", "single input"),
     ({"model": lambda width: Net()}, "model", "width"),
-    ({"model": lambda num_classes: Net(), "data": Rows(60)}, "model", "how many"),
+    ({"model": lambda num_classes: Net(), "data": Rows(60)}, "data", "number of outputs"),
     ({"model": lambda: 3}, "model", "int"),
     ({"model": lambda: nn.Sequential(nn.LazyLinear(3))}, "model", ""),
     ({"model": Dict}, "model", "dict"),
