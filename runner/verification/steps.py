@@ -30,6 +30,7 @@ from runner.result import Result
 from runner.run import Run, build_run
 from runner.seeds import random_states
 from runner.state import State
+from runner.system.trees import leaves_of
 from runner.tracking.metrics import DivergedError, MetricSums
 from runner.training import prepare, step_function, torch_refusals
 from runner.workloads.supervised import SupervisedWorkload
@@ -184,6 +185,7 @@ def call_other_hooks(state: State) -> None:
 def evaluated(state: State) -> Tensors:
     """Return the `outputs` of the network, [batch_size, …], in an evaluation of the first batch of a single device.
 
+    Of outputs in a dict or another structure: the tensors with a row for each sample, such as `outputs.logits`.
     Called on every rank. The workload's methods `evaluate` and `summarize` stay replaced. The dict is empty if the
     workload is not supervised or its batches have no inputs.
     """
@@ -195,14 +197,15 @@ def evaluated(state: State) -> Tensors:
     if not isinstance(inputs, torch.Tensor):
         return {}
 
-    def evaluate(
-        infer: Callable[[torch.Tensor], torch.Tensor], shard: tuple[int, int], device: torch.device
-    ) -> MetricSums:
+    def evaluate(infer: Callable[[torch.Tensor], Any], shard: tuple[int, int], device: torch.device) -> MetricSums:
         start, stop = shard_bounds(len(inputs), shard)
-        of_shard = infer(inputs[start:stop])
-        outputs = of_shard.new_zeros(len(inputs), *of_shard.shape[1:])
-        outputs[start:stop] = of_shard
-        return {"outputs": outputs}
+        sums: MetricSums = {}
+        for name, of_shard in leaves_of(infer(inputs[start:stop]), "outputs"):
+            if isinstance(of_shard, torch.Tensor) and of_shard.dim() and len(of_shard) == stop - start:
+                of_shard = of_shard.byte() if of_shard.dtype == torch.bool else of_shard  # which can be added
+                sums[name] = of_shard.new_zeros(len(inputs), *of_shard.shape[1:])
+                sums[name][start:stop] = of_shard
+        return sums
 
     workload.evaluate, workload.summarize = evaluate, lambda sums: {}
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
