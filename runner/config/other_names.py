@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
 from functools import cache
+
+from runner.config.options import root_keys
 
 NAMES = {
     "optimizer.lr=…": "lr learning_rate base_lr init_lr initial_lr max_lr lr0",
@@ -59,6 +63,40 @@ NAMES = {
     "-m": "multirun hydra.mode",
 }
 """For each text to type: the names that mean the same elsewhere. A dotted key is also known by its last word."""
+
+PARTS = {
+    "model": "net network backbone arch module",
+    "data": "dataset datasets dataloader dataloaders loader train_loader train_dataset train_data trainset datamodule",
+    "loss": "criterion loss_fn loss_func loss_function compute_loss objective",
+    "metrics": "metric eval_metrics compute_metrics",
+}
+"""For each part of a user's code: what it is named elsewhere."""
+_WITHOUT = {
+    "optimizer optimizers": "type optimizer=adamw, for example, optimizer.lr=… and what --help lists of it",
+    "collate collate_fn": "samples are stacked: let __getitem__ return them in one shape",
+    "sampler batch_sampler train_sampler": "the order follows from seed: repeat samples of the data, or leave some out",
+    "callback callbacks": "hooks are after_step(state), after_evaluation(state, metrics) and before_save(state)",
+    "training_step validation_step configure_optimizers": "write loss(outputs, targets), and type optimizer=…",
+}
+"""For names of what is no part of a user's code: what to do instead."""
+
+
+def of_code(name: str, missing: Iterable[str], is_callable: bool = True) -> str:
+    """Return what to write or type instead of code that is given by a `name`; empty if nothing is known of the name.
+
+    `missing` are the parts that are not given: the name of one that is given is not misspelt.
+    """
+    plain, missing = name.lower(), list(missing)
+    for part in missing:
+        spelled = part.replace("_", ""), plain.replace("_", "")
+        if plain in PARTS.get(part, "").split() or difflib.SequenceMatcher(None, *spelled).ratio() >= 0.8:
+            return f"name it {part}"
+    if remedy := next((remedy for names, remedy in _WITHOUT.items() if plain in names.split()), ""):
+        return remedy
+    if is_callable and plain.startswith(("after_", "before_", "on_")):
+        return next(remedy for names, remedy in _WITHOUT.items() if "callback" in names)
+    is_part = any(plain in (part, *names.split()) for part, names in PARTS.items())
+    return "" if is_part else type_instead(name) or (f"type {plain}=…" if plain in root_keys() - {"code"} else "")
 
 
 def type_instead(key: str) -> str:

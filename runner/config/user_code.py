@@ -23,7 +23,9 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from runner.config.errors import ABSENT, ConfigError, check, described, did_you_mean, shown
+from runner.config.other_names import of_code
 from runner.config.overrides import hydra_quoted, override_key, override_value
+from runner.config.unused_names import check_names
 from runner.system.console import STOPPED
 
 log = logging.getLogger(__name__)
@@ -119,7 +121,8 @@ def passed(overrides: Iterable[str] = (), **parts: Any) -> UserCode:
         ConfigError: if there is no such part or file.
     """
     for part in parts:
-        check(part in PARTS, part, ABSENT, "there is no such argument;", did_you_mean(part, PARTS))
+        remedy = of_code(part, PARTS) or did_you_mean(part, PARTS)
+        check(part in PARTS, part, ABSENT, "there is no such argument;", remedy)
     return UserCode({part: value for part, value in parts.items() if value is not None}, typed_files(overrides))
 
 
@@ -213,6 +216,14 @@ def find(part: str) -> Any:
         why = f"{shown(file.path)} defines no {name};"
         raise ConfigError(part, file.typed, why, did_you_mean(name, public, f"{part}={shown(file.path)}:"))
     return getattr(module, name, None)
+
+
+def check_unused(groups: Iterable[str]) -> None:
+    """Refuse misspelt names in the file of the workload, of which the config groups in `groups` take their part."""
+    if (file := _given.files.get("workload")) is not None:
+        values = vars(_loaded(file.path))
+        given = {*values, *_given.objects, *_given.files, *(set(_GROUPS) - set(groups))}
+        check_names(file.path, values["__source__"], values, [part for part in PARTS if part not in given])
 
 
 def _loaded(path: str) -> ModuleType:

@@ -18,7 +18,7 @@ from runner.config import user_code
 from runner.config.errors import ABSENT, ConfigError, check, check_choice, did_you_mean, errors_under
 from runner.data.base import Batch, LabeledSamples, Samples
 from runner.data.memory import ArraySamples
-from runner.data.user import DatasetSamples
+from runner.data.user import DatasetSamples, UserData
 from runner.device import sum_dtype
 from runner.model.user import UserModel
 from runner.storage.signature import OUTPUTS
@@ -48,6 +48,11 @@ class UserWorkload(DataWorkload[Samples]):
     @classmethod
     def best_for(cls, options: Mapping[str, Any]) -> tuple[str, str]:
         return options.get("best_metric") or "loss", options.get("best_goal", "min")
+
+    def prepare(self) -> None:
+        options = {"model": isinstance(self.model, UserModel), "data": isinstance(self.data, UserData)}
+        user_code.check_unused(group for group, is_given in options.items() if is_given)
+        super().prepare()
 
     def usable(self, samples: Samples) -> Samples:
         return samples
