@@ -106,7 +106,7 @@ class WithTarget(nn.Module):
             return values
         with torch.no_grad():
             normalized = self._normalized(next_observations)
-            target_values = self.target(normalized)
+            target_values = self.target(normalized.clone())  # a network may change its inputs in place
             if not double:
                 return values, target_values.amax(1, keepdim=True)
             return values, target_values.gather(1, self.online(normalized).argmax(1, keepdim=True))

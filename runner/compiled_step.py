@@ -13,6 +13,7 @@ from torch.func import functional_call, grad
 
 from runner.batching import Step
 from runner.config.errors import ConfigError
+from runner.data.base import copied
 from runner.device import sum_dtype
 from runner.parallel.compiling import compile_whole
 from runner.seeds import random_states, set_random_states
@@ -89,7 +90,7 @@ class CompiledStep:
         state, device = self._state, self._state.session.device
         log.info("compile=step: the first step takes longer, as it is compiled")
         random = random_states(state.session.devices)
-        loss, _ = self._loss(self._parameters, {name: b.clone() for name, b in self._buffers.items()}, batch, 1.0)
+        loss, _ = self._loss(self._parameters, *copied((self._buffers, batch)), 1.0)
         gradients = torch.autograd.grad(loss, [*self._parameters.values()], allow_unused=True)
         set_random_states(random, state.session.devices)
         for parameter, gradient in zip(self._parameters.values(), gradients, strict=True):

@@ -144,7 +144,7 @@ def _export_program(run: SavedRun, step: int, path: Path, overrides: Sequence[st
     try:
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's exporters warn about their own internals
-            wanted = model(inputs)
+            wanted = model(inputs.clone())  # a network may change its inputs in place
             outputs = PROGRAMS[path.suffix](model, inputs, json.dumps(signature), part)
         pairs = zip(tree_leaves(outputs), tree_leaves(wanted), strict=True)
         difference = max(float((one - other).abs().max() / other.abs().max().clamp(min=1)) for one, other in pairs)
@@ -166,9 +166,9 @@ def _export_torch(model: torch.nn.Module, inputs: torch.Tensor, signature: str, 
 
     https://docs.pytorch.org/docs/stable/export.html
     """
-    program = torch.export.export(model, (inputs,), dynamic_shapes=({0: torch.export.Dim("batch")},))
+    program = torch.export.export(model, (inputs.clone(),), dynamic_shapes=({0: torch.export.Dim("batch")},))
     torch.export.save(program, path, extra_files={SIGNATURE: signature})
-    return torch.export.load(path).module()(inputs)
+    return torch.export.load(path).module()(inputs.clone())
 
 
 def _export_onnx(model: torch.nn.Module, inputs: torch.Tensor, signature: str, path: Path) -> list[torch.Tensor]:
@@ -180,7 +180,7 @@ def _export_onnx(model: torch.nn.Module, inputs: torch.Tensor, signature: str, p
 
     options: Any = {"dynamic_shapes": ({0: torch.export.Dim("batch")},), "verbose": False}
     names: Any = {"input_names": ["inputs"], "output_names": ["outputs"]}
-    program: Any = torch.onnx.export(model, (inputs,), dynamo=True, **options, **names)
+    program: Any = torch.onnx.export(model, (inputs.clone(),), dynamo=True, **options, **names)
     program.model.metadata_props[SIGNATURE] = signature
     program.save(path)
     outputs: Any = ReferenceEvaluator(str(path)).run(None, {"inputs": inputs.numpy()})

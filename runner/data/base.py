@@ -132,6 +132,13 @@ class RegressionSamples(Samples):
         return {"targets": {"mean": self.target_mean, "std": self.target_std}}
 
 
+def copied(tree: Any) -> Any:
+    """Return `tree` with a copy of each tensor, for code of the user, which may change its arguments in place."""
+    from torch.utils._pytree import tree_map  # here, as it would load torch
+
+    return tree_map(lambda each: each.clone() if isinstance(each, torch.Tensor) else each, tree)
+
+
 def shard_bounds(length: int, shard: tuple[int, int]) -> tuple[int, int]:
     """Return (start, stop), the sample indices of the shard (index, number of shards); sizes differ by at most one."""
     index, count = shard

@@ -11,7 +11,7 @@ import torch
 
 from runner.batching import MicroBatch, SampleOrder
 from runner.data.augment import Transform
-from runner.data.base import Batch, LabeledSamples, Samples, shard_bounds
+from runner.data.base import Batch, LabeledSamples, Samples, copied, shard_bounds
 from runner.data.decode import normalized, per_channel
 from runner.seeds import sample_seeds, uniforms
 
@@ -48,7 +48,8 @@ class ArraySamples(Samples):
         start, stop = shard_bounds(len(self), shard)
         for first in range(start, stop, batch_size):
             last = min(first + batch_size, stop)
-            yield Batch(self._normalized(self.inputs[first:last]), self.targets[first:last])
+            inputs, targets = copied((self.inputs[first:last], self.targets[first:last]))
+            yield Batch(self._normalized(inputs), targets)
 
     def fingerprint(self) -> str:
         return self.content

@@ -12,6 +12,7 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from runner.batching import MicroBatch, Plan
+from runner.data.base import copied
 from runner.parallel.compiling import compile_in_place, modules_of_blocks, refuse_step
 from runner.parallel.multiprocess import MultiProcess
 from runner.parallel.session import Session
@@ -99,7 +100,8 @@ class FSDP(MultiProcess):
             return None
         with torch.inference_mode(False), torch.no_grad():  # FSDP keeps tensors of a pass for the next training step
             shape, dtype = specs[0]
-            return model(torch.zeros(shape, dtype=dtype, device=self._session.device) if inputs is None else inputs)
+            zeros = torch.zeros(shape, dtype=dtype, device=self._session.device)
+            return model(zeros if inputs is None else copied(inputs))
 
 
 def _blocks_without_tied_weights(model: torch.nn.Module) -> list[torch.nn.Module]:

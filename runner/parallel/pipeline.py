@@ -13,6 +13,7 @@ import torch
 
 from runner.batching import MicroBatch, Plan
 from runner.config.errors import ConfigError, check, check_choice, check_range
+from runner.data.base import copied
 from runner.device import Device
 from runner.optimizer import trainable
 from runner.parallel import batch_norm, full_state
@@ -191,7 +192,7 @@ class Pipeline(Partition, MultiProcess):
 
         def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
             with precision.autocast():
-                value, of_chunk = workload.loss_of(outputs, targets)
+                value, of_chunk = workload.loss_of(outputs, copied(targets))  # as in `_TimedStage`
             sums.append(of_chunk.to(device, non_blocking=True))
             return precision.scaled(value * share)
 

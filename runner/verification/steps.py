@@ -21,7 +21,7 @@ from runner.batching import Plan
 from runner.config import user_code
 from runner.config.errors import ConfigError, check
 from runner.config.schema import component_fields
-from runner.data.base import shard_bounds
+from runner.data.base import copied, shard_bounds
 from runner.parallel.collectives import Collectives
 from runner.parallel.full_state import full_tensor
 from runner.parallel.session import Session
@@ -200,7 +200,7 @@ def evaluated(state: State) -> Tensors:
     def evaluate(infer: Callable[[torch.Tensor], Any], shard: tuple[int, int], device: torch.device) -> MetricSums:
         start, stop = shard_bounds(len(inputs), shard)
         sums: MetricSums = {}
-        for name, of_shard in leaves_of(infer(inputs[start:stop]), "outputs"):
+        for name, of_shard in leaves_of(infer(copied(inputs[start:stop])), "outputs"):
             if isinstance(of_shard, torch.Tensor) and of_shard.dim() and len(of_shard) == stop - start:
                 of_shard = of_shard.byte() if of_shard.dtype == torch.bool else of_shard  # which can be added
                 sums[name] = of_shard.new_zeros(len(inputs), *of_shard.shape[1:])

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from runner.config.errors import ABSENT, ConfigError, check, described, did_you_mean
+from runner.data.base import copied
 from runner.device import sum_dtype
 from runner.system.import_path import is_installed
 from runner.tracking.metrics import MetricSums
@@ -95,7 +96,7 @@ class Tally:
         """Count samples: their outputs and targets, [n, …] each, as the metrics take them."""
         for metric in self._merged.values():
             with torch.autocast(targets.device.type, enabled=False):
-                metric.update(outputs, targets)
+                metric.update(*copied((outputs, targets)))
         if self._keeps_samples:
             self._samples.append((outputs, targets))
 
@@ -133,7 +134,7 @@ def _value(
             value = whole.compute()
         else:
             assert samples is not None
-            value = (_fresh(metric, device) if hasattr(metric, "merge_state") else metric)(*samples)
+            value = (_fresh(metric, device) if hasattr(metric, "merge_state") else metric)(*copied(samples))
     try:
         return float(torch.as_tensor(value).cpu().double().mean())
     except (TypeError, ValueError, RuntimeError):

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 from runner.batching import Plan
 from runner.config import user_code
 from runner.config.errors import ABSENT, ConfigError, check, check_choice, did_you_mean, errors_under
-from runner.data.base import Batch, LabeledSamples, Samples
+from runner.data.base import Batch, LabeledSamples, Samples, copied
 from runner.data.memory import ArraySamples
 from runner.data.user import DatasetSamples, UserData
 from runner.device import sum_dtype
@@ -134,11 +134,14 @@ class UserWorkload(DataWorkload[Samples]):
         return loss
 
     def loss_of(self, outputs: Any, targets: torch.Tensor) -> tuple[torch.Tensor, BatchSums]:
-        loss = self.criterion(outputs, targets)
+        tried = None
         if not self._metrics_are_tried and type(targets) is torch.Tensor:  # and not a fake one of a plan
             self._metrics_are_tried = True
             detached = tree_map(lambda each: each.detach() if isinstance(each, torch.Tensor) else each, outputs)
-            self.extra.try_on(*comparable(detached, targets))
+            tried = copied((detached, targets))  # before the loss, which may change them in place
+        loss = self.criterion(outputs, targets)
+        if tried is not None:
+            self.extra.try_on(*comparable(*tried))
         return loss, batch_sums(loss.detach(), loss.detach().new_zeros(len(targets), 0))
 
     def batches(self, model: torch.nn.Module, plan: Plan, after_step: int, device: torch.device) -> Iterator[Batch]:
@@ -157,7 +160,7 @@ class UserWorkload(DataWorkload[Samples]):
                 self._loss.to(outputs if isinstance(outputs, torch.Tensor) else device)
             if not self._mean_is_checked:
                 self._check_mean(outputs, targets)
-            sums["loss"] += self.criterion(outputs, targets) * len(targets)
+            sums["loss"] += self.criterion(*copied((outputs, targets))) * len(targets)
             sums["count"] += len(targets)
             tally.update(outputs, targets)
         return sums | tally.sums()
@@ -173,7 +176,7 @@ class UserWorkload(DataWorkload[Samples]):
             return
         self._mean_is_checked = True
         rows = slice(n), slice(half), slice(half, n)
-        whole, first, second = (float(self.criterion(outputs[part], targets[part])) for part in rows)
+        whole, first, second = (float(self.criterion(*copied((outputs[part], targets[part])))) for part in rows)
         mean = (half * first + (n - half) * second) / n
         if math.isfinite(whole) and math.isfinite(mean) and not math.isclose(whole, mean, rel_tol=1e-4, abs_tol=1e-7):
             text = "the loss of %d samples is %.6g, but the mean over its halves %.6g: it is no mean over samples, and "

@@ -128,3 +128,28 @@ class LosesItsGradient:
 
 def logs_a_vector(state: Any) -> None:
     state.log("a", torch.ones(3))  # no number
+
+
+class ScalesInPlace(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x -= 0.5
+        x /= 2
+        return super().forward(x)
+
+
+def changes_inputs() -> nn.Module:
+    return nn.Sequential(ScalesInPlace(5, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def changes_targets(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """A loss of classes that are numbered from 1."""
+    targets -= 1
+    return nn.functional.cross_entropy(outputs, targets)
+
+
+def counts_ones(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """A metric that changes both of its arguments."""
+    share = (targets == 1).double().mean()
+    outputs.zero_()
+    targets.zero_()
+    return share

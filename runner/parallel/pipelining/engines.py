@@ -11,6 +11,7 @@ from torch import distributed as dist
 from torch.distributed import pipelining
 
 from runner.batching import Plan
+from runner.data.base import copied
 from runner.parallel.pipelining.partition import BlockProfile, Loss, StageModule
 from runner.parallel.pipelining.schedules import ONE_STAGE_EACH
 from runner.parallel.pipelining.timeline import Timeline
@@ -123,7 +124,8 @@ class _TimedStage(pipelining.PipelineStage):
 
     def forward_one_chunk(self, fwd_chunk_id: int, *arguments: Any, **options: Any) -> Any:
         with self._timeline.span(self.stage_index, "forward", fwd_chunk_id, self.device):
-            return super().forward_one_chunk(fwd_chunk_id, *arguments, **options)
+            # Copied: an operation in place on one chunk would count as one on all, of which they are views.
+            return super().forward_one_chunk(fwd_chunk_id, *copied(arguments), **options)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *arguments: Any, **options: Any) -> Any:
         with self._timeline.span(self.stage_index, "backward", bwd_chunk_id, self.device):
@@ -148,7 +150,7 @@ class StreamEngine:
 
     def train(self, inputs: torch.Tensor, targets: torch.Tensor, loss: Loss) -> None:
         """Run the forward and backward passes of all micro-batches; see `ProcessEngine.train`."""
-        chunks = inputs.split(self.size)
+        chunks = copied(inputs.split(self.size))  # as in `_TimedStage`
         micros = targets.to(self.devices[-1], non_blocking=True).split(self.size)
         last = len(self.stages) - 1
         inputs_of: dict[tuple[int, int], torch.Tensor] = {}

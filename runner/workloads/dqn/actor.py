@@ -30,7 +30,7 @@ Policy = Callable[[np.ndarray], np.ndarray]
 def greedy_policy(infer: Callable[[torch.Tensor], torch.Tensor], device: torch.device) -> Policy:
     def policy(observations: np.ndarray) -> np.ndarray:
         with torch.no_grad():
-            return infer(torch.from_numpy(observations).to(device)).argmax(1).cpu().numpy()
+            return infer(torch.tensor(observations, device=device)).argmax(1).cpu().numpy()
 
     return policy
 
