@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from runner.config import user_code
-from runner.config.errors import ConfigError
+from runner.config.errors import ConfigError, shortened
 from runner.device import flops_per_second
 from runner.parallel.session import Session
 from runner.result import Result
@@ -92,15 +92,23 @@ class State:
 
     # For hooks
 
-    def log(self, tag: str, value: float | torch.Tensor) -> None:
-        """Log a number or a scalar tensor at the next point of the curves; of several values of a tag, the last.
+    def log(self, tag: str, value: float | str | torch.Tensor) -> None:
+        """Log a number, a scalar tensor or a text at the next point of the curves; of several of a tag, the last.
 
         Only those of rank 0 are logged. A tensor is read only then, so that the host does not wait for the device.
+
+        Raises:
+            TypeError: if it is something else, here, where the traceback names the line of the hook.
         """
-        is_tensor = isinstance(value, torch.Tensor)
-        if is_tensor and value.numel() != 1:  # here, where the traceback names the line of the hook
-            raise ValueError(f"log({tag!r}, …) takes one number, and not a tensor of the shape {list(value.shape)}")
-        self._to_log[tag] = value.detach() if is_tensor else float(value)
+        given: Any = value
+        is_tensor = isinstance(given, torch.Tensor)
+        if not is_tensor and getattr(given, "size", 0) == 1:  # of NumPy
+            given = given.item()
+        is_number = given.numel() == 1 and not given.is_complex() if is_tensor else hasattr(given, "__float__")
+        if not isinstance(tag, str) or not (is_number or isinstance(given, str)):
+            found = f"{given.dtype} {list(given.shape)}" if is_tensor else shortened(repr(given))
+            raise TypeError(f"log({tag!r}, …) takes a tag, and one number or a text, and not {found}")
+        self._to_log[tag] = given.detach() if is_tensor else given if isinstance(given, str) else float(given)
 
     def logged_by_hooks(self, own: Iterable[str]) -> dict[str, Any]:
         """Return what hooks have logged since the last call, by tag.

@@ -35,7 +35,7 @@ from runner.storage.saved_run import config_yaml
 from runner.system import memory, torch_errors, torch_private
 from runner.system.provenance import environment
 from runner.system.section_timer import timer
-from runner.system.signals import StopRequest
+from runner.system.signals import StopRequest, is_of_signal
 from runner.tracking.log_file import LogFile
 from runner.tracking.metrics import DivergedError, in_words
 from runner.tracking.progress import Progress, progress_for
@@ -94,7 +94,9 @@ def train(run: Run, session: Session, directory: Path, begin: Callable[[], None]
                     raise CrashedError(state.result("crashed", str(refusal))) from refusal
                 else:
                     raise
-            except (Exception, SystemExit) as error:  # `sys.exit()` of a user's code
+            except BaseException as error:  # of a user's code, which may also call `sys.exit()`
+                if is_of_signal(error):
+                    raise
                 state.checkpoints.finish_after_error()
                 raise CrashedError(state.result("crashed", described(error))) from error
             result = state.result(status, error)  # before the trackers are closed: it involves collectives

@@ -25,6 +25,7 @@ from runner.storage.checkpoints import prune
 from runner.storage.files import json_text, write_text
 from runner.system import torch_errors
 from runner.system.secrets import printable, redacted
+from runner.system.signals import is_of_signal
 from runner.tracking.log_file import LogFile
 from runner.training import train, train_rank
 
@@ -95,7 +96,9 @@ def trained(
         result.error = str(failure)
     except CrashedError as crash:
         result, error = crash.result, crash.__cause__ or crash
-    except Exception as early:  # before the first step of this session, or after its last one
+    except BaseException as early:  # before the first step of this session, or after its last one
+        if is_of_signal(early):
+            raise
         steps = run_directory.newest_step(directory)
         result, error = Result("crashed", steps, config_hash=known, error=described(early)), early
     trace = error.trace if isinstance(error, RankError) else report_of(error).trace

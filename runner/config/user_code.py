@@ -26,7 +26,7 @@ from runner.config.errors import ABSENT, ConfigError, check, described, did_you_
 from runner.config.other_names import of_code
 from runner.config.overrides import hydra_quoted, override_key, override_value
 from runner.config.unused_names import check_names
-from runner.system.console import STOPPED
+from runner.system.signals import is_of_signal
 
 log = logging.getLogger(__name__)
 _FILE = re.compile(r"([^:,]+\.py)(?::(\w+))?")
@@ -239,9 +239,9 @@ def _loaded(path: str) -> ModuleType:
     module.__dict__.update(__file__=path, __source__=content)
     try:
         exec(compile(content, path, "exec", dont_inherit=True), module.__dict__)  # not this file's `annotations`
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
         del sys.modules[name]
-        if isinstance(error, SystemExit) and error.code == STOPPED:  # a signal, and not the file
+        if is_of_signal(error):
             raise
         hidden = isinstance(error, ImportError) and (error.name or "").partition(".")[0] == "models"
         remedy = "rename what it calls models: so is a package of the runner called" if hidden else "correct the file"
@@ -256,7 +256,9 @@ def errors_of(part: str) -> Iterator[None]:
         yield
     except ConfigError:
         raise
-    except Exception as error:
+    except BaseException as error:
+        if is_of_signal(error):
+            raise
         given = _given.names().get(part, ABSENT)
         raise ConfigError(part, given, f"it raises {described(error)}", "correct it") from error
 

@@ -188,6 +188,14 @@ def run_main(main: Callable[[], int]) -> int:
             signal.signal(number, lambda *_: os._exit(code))
 
 
+def is_of_signal(error: BaseException) -> bool:
+    """Return whether the handler of a stop signal has raised `error`, and not the code that a signal interrupted."""
+    owner = _installed()
+    if isinstance(error, KeyboardInterrupt) and owner is None:
+        return True  # of Python's own handler
+    return isinstance(error, KeyboardInterrupt | SystemExit) and owner is not None and bool(owner.received)
+
+
 def before_training() -> None:
     """Let stop signals end the command at once, until the training loop enters a `StopRequest`.
 

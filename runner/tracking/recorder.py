@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,6 +14,8 @@ from runner.config.overrides import LOCATION_KEYS, as_typed
 from runner.storage.saved_run import saved_overrides
 from runner.system.secrets import MASK, printable, redacted, redacted_values
 from runner.tracking.base import Tracker
+
+log = logging.getLogger(__name__)
 
 
 class Recorder:
@@ -38,19 +41,24 @@ class Recorder:
         self._opened.close()  # all of them, even if one raises an error
 
     def scalars(self, values: dict[str, Any], step: int) -> None:
-        """Log numbers or scalar tensors by tag. `step` is the number of completed optimizer steps."""
+        """Log numbers, scalar tensors or texts by tag. `step` is the number of completed optimizer steps."""
+        texts = {tag: value for tag, value in values.items() if isinstance(value, str)}
+        for tag, text in texts.items() if self._backends else ():  # also in the log, as not all backends have texts
+            log.info("step %d: %s: %s", step, tag, text)
+        self.texts(texts, step)
         for backend in self._backends:
-            backend.scalars({tag: float(value) for tag, value in values.items()}, step)
+            backend.scalars({tag: float(value) for tag, value in values.items() if tag not in texts}, step)
 
     def images(self, images: dict[str, torch.Tensor], step: int) -> None:
         """Log RGB images, uint8 [3, height, width], and animations, uint8 [frames, 3, height, width], by tag."""
         for backend in self._backends:
             backend.images(images, step)
 
-    def texts(self, texts: dict[str, str]) -> None:
-        """Log preformatted texts by tag, with secrets masked; the logged step is the first step of the session."""
-        for backend in self._backends:
-            backend.texts({tag: printable(redacted(text)) for tag, text in texts.items()}, self._first_step)
+    def texts(self, texts: dict[str, str], step: int | None = None) -> None:
+        """Log preformatted texts by tag, with secrets masked, for a step: by default, the first one of the session."""
+        shown = {tag: printable(redacted(text)) for tag, text in texts.items()}
+        for backend in self._backends if shown else ():
+            backend.texts(shown, self._first_step if step is None else step)
 
     def hyperparameters(self, config: dict[str, Any]) -> None:
         """Log the config of the run with secrets masked, and separately the values that the user overrode."""

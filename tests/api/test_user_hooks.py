@@ -1,0 +1,76 @@
+"""Tests of hooks of the user that log texts, or raise what is not derived from `Exception`."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers.user_objects import TENSORS, Net
+
+import runner
+from runner.state import State
+
+WORDS = ["device=cpu", "device.threads=1", "batch_size=12", "log_every=1", "steps=6", "save_every=2"]
+
+
+class Custom(BaseException):
+    pass
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize("kind", [Custom, GeneratorExit, KeyboardInterrupt, SystemExit])
+def test_whatever_a_hook_raises_the_run_has_crashed_and_can_be_resumed(kind):
+    def after_step(state: Any) -> None:
+        if state.step == 5:
+            raise kind("enough")
+
+    with pytest.raises(runner.CrashedError) as crash:
+        runner.train(WORDS, model=Net, data=TENSORS, after_step=after_step)
+    path = crash.value.result.directory
+    saved = json.loads((path / "result.json").read_text())
+    assert (saved["status"], saved["steps"]) == ("crashed", 5)
+    assert kind.__name__ in saved["error"]
+    assert isinstance(crash.value.__cause__, kind)
+    resumed = runner.train([f"resume={path}"], model=Net, data=TENSORS, after_step=lambda state: None)
+    straight = runner.train(WORDS, model=Net, data=TENSORS)
+    assert resumed.metrics == straight.metrics
+
+
+@pytest.mark.parametrize("kind", [Custom, SystemExit])
+def test_whatever_a_network_raises_is_a_config_error(kind):
+    def model() -> None:
+        raise kind("no network")
+
+    with pytest.raises(runner.ConfigError) as refused:
+        runner.train(WORDS, model=model, data=TENSORS)
+    assert refused.value.key == "model"
+    assert kind.__name__ in refused.value.why
+
+
+def test_a_text_that_a_hook_logs_is_in_the_log_and_in_the_event_file():
+    result = runner.train(
+        WORDS, model=Net, data=TENSORS, after_step=lambda state: state.log("note", f"at {state.step}")
+    )
+    assert "step 4: note: at 4" in (result.directory / "log.txt").read_text()
+    [events] = result.directory.glob("events.out.tfevents.*")
+    assert b"at 4" in events.read_bytes()
+    assert "note" not in runner.load(result.directory).curves()
+
+
+@pytest.mark.cases((None,), ([1.0, 2.0],), (torch.ones(2),), (np.ones(2),), ({},))
+def test_what_is_neither_a_number_nor_a_text_is_refused_in_the_line_that_logs_it(value):
+    state = State.__new__(State)
+    state._to_log = {}
+    with pytest.raises(TypeError, match="one number or a text"):
+        state.log("tag", value)
+    values: tuple[Any, ...] = (1, True, np.float32(1), np.ones(1), torch.ones(1, 1))
+    for good in values:
+        state.log("tag", good)
+        assert float(state._to_log["tag"]) == 1
