@@ -89,11 +89,18 @@ class Optimizer(ABC):
             parameters = [held[name] for name in group.parameters if name in held]
             options = {"lr": group.lr, "weight_decay": group.weight_decay, "name": group.name}
             found.append({"params": parameters} | options)
-        return self.build_from_groups(found)
+        sparse = {
+            p for module in model.modules() if getattr(module, "sparse", None) is True for p in module.parameters()
+        }
+        fused = self.fused and all(map(can_fuse, trainable(model))) and sparse.isdisjoint(trainable(model))
+        return self.build_from_groups(found, fused)
 
     @abstractmethod
-    def build_from_groups(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        """Return an optimizer for `groups`, as torch takes them, each with its `lr` and `weight_decay`."""
+    def build_from_groups(self, groups: list[dict[str, Any]], fused: bool) -> torch.optim.Optimizer:
+        """Return an optimizer for `groups`, as torch takes them, each with its `lr` and `weight_decay`.
+
+        `fused` says whether fused kernels are asked for, and can update all of the parameters.
+        """
 
     def parameter_groups(self, model: torch.nn.Module) -> list[ParameterGroup]:
         """Return the groups of the trainable parameters of the whole model, first that of the base learning rate.
@@ -132,14 +139,15 @@ class Optimizer(ABC):
             found |= dict.fromkeys(new, pattern)
         return found
 
-    def _arguments(self, cls: type[torch.optim.Optimizer]) -> dict[str, Any]:
+    def _arguments(self, cls: type[torch.optim.Optimizer], fused: bool) -> dict[str, Any]:
         """Return the arguments of `cls`, a class of `torch.optim`: those of this class's fields that it has."""
         options = {field.name: getattr(self, field.name) for field in fields(self)}
         if "beta1" in options:
             options["betas"] = (options["beta1"], options["beta2"])
         known = inspect.signature(cls).parameters
-        if "fused" not in known:
-            options["foreach"] = self.fused  # each operation is one kernel for many parameters
+        options["fused"] = fused and "fused" in known
+        # Each operation is one kernel for many parameters; None is torch's choice.
+        options["foreach"] = (self.fused and not options["fused"]) or None
         return {name: value for name, value in options.items() if name in known}
 
 
@@ -156,6 +164,14 @@ def trainable(model: torch.nn.Module) -> list[torch.nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
+def can_fuse(parameter: torch.Tensor) -> bool:
+    """Return whether fused kernels can update `parameter`: they take real numbers, in memory without gaps."""
+    local = getattr(parameter, "_local_tensor", parameter)  # of a DTensor
+    if not parameter.is_floating_point() or parameter.layout != torch.strided:
+        return False
+    return torch.empty_like(local, device="meta").stride() == local.stride()
+
+
 @dataclass
 class SGD(Optimizer):
     """Stochastic gradient descent with momentum (`torch.optim.SGD`)."""
@@ -168,13 +184,11 @@ class SGD(Optimizer):
         why = "Nesterov momentum requires optimizer.momentum > 0"
         check(self.momentum > 0 or not self.nesterov, "nesterov", True, why, "set optimizer.momentum=0.9")
 
-    def build_from_groups(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    def build_from_groups(self, groups: list[dict[str, Any]], fused: bool) -> torch.optim.Optimizer:
         parameters = [parameter for group in groups for parameter in group["params"]]
         # For DTensor parameters torch implements fused Adam, but not fused SGD; and foreach, but not by default.
         sharded = any(hasattr(parameter, "device_mesh") for parameter in parameters)
-        options = {"fused": self.fused and not sharded, "foreach": (self.fused and sharded) or None}
-        options = self._arguments(torch.optim.SGD) | options
-        optimizer = torch.optim.SGD(groups, **options)
+        optimizer = torch.optim.SGD(groups, **self._arguments(torch.optim.SGD, fused and not sharded))
         if self.momentum > 0:
             # The fused step allocates the buffers itself, but leaves them uninitialized if loss scaling skips the
             # first update. Starting from zeros, the updates are the same.
@@ -191,16 +205,16 @@ class Adam(Optimizer):
     beta2: float = 0.999
     eps: float = 1e-8
 
-    def build_from_groups(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        return torch.optim.Adam(groups, **self._arguments(torch.optim.Adam))
+    def build_from_groups(self, groups: list[dict[str, Any]], fused: bool) -> torch.optim.Optimizer:
+        return torch.optim.Adam(groups, **self._arguments(torch.optim.Adam, fused))
 
 
 @dataclass
 class AdamW(Adam):
     """Adam with decoupled weight decay (Loshchilov and Hutter, 2019; `torch.optim.AdamW`)."""
 
-    def build_from_groups(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(groups, **self._arguments(torch.optim.AdamW))
+    def build_from_groups(self, groups: list[dict[str, Any]], fused: bool) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(groups, **self._arguments(torch.optim.AdamW, fused))
 
 
 _ELSEWHERE = ("Optimizer", "LBFGS", "SparseAdam", "Muon")
@@ -214,7 +228,7 @@ class Named(Optimizer):
     name: str = "Adagrad"
     options: dict[str, Any] | None = None
 
-    def build_from_groups(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    def build_from_groups(self, groups: list[dict[str, Any]], fused: bool) -> torch.optim.Optimizer:
         classes = inspect.getmembers(torch.optim, inspect.isclass)
         known = {n: c for n, c in classes if issubclass(c, torch.optim.Optimizer) and n not in _ELSEWHERE}
         why = "torch.optim has no such optimizer for a network;"
@@ -223,7 +237,7 @@ class Named(Optimizer):
         if self.weight_decay and "weight_decay" not in inspect.signature(cls).parameters:
             why = f"{self.name} has no weight decay"
             raise ConfigError("optimizer.weight_decay", self.weight_decay, why, "optimizer.weight_decay=0")
-        arguments = {key: value for key, value in self._arguments(cls).items() if key != "fused"}
+        arguments = {key: value for key, value in self._arguments(cls, fused=False).items() if key != "fused"}
         try:
             return cls(groups, **arguments, **options)
         except (TypeError, ValueError) as error:
@@ -235,7 +249,7 @@ class Named(Optimizer):
 class Muon(AdamW):
     """Muon (Jordan et al., 2024; `torch.optim.Muon`) for matrices, and AdamW for all other parameters.
 
-    Matrices are parameters with two dimensions: the weights of linear layers, but not those of convolutions. Their
+    Matrices are real parameters with two dimensions: the weights of linear layers, but not those of convolutions. Their
     updates are scaled to the size of AdamW's (Liu et al., Muon is Scalable for LLM Training, 2025), so that both share
     one learning rate. Updates are orthogonalized in bfloat16, by `ns_steps` Newton-Schulz iterations: if the gradients
     in two modes differ by float32 rounding, the updates may differ by bfloat16 rounding.
@@ -247,15 +261,18 @@ class Muon(AdamW):
     nesterov: bool = True
     ns_steps: int = 5
 
-    def build_from_groups(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    def build_from_groups(self, groups: list[dict[str, Any]], fused: bool) -> torch.optim.Optimizer:
+        def is_matrix(parameter: torch.Tensor) -> bool:
+            return parameter.dim() == 2 and not parameter.is_complex()
+
         matrices, others = (
-            [group | {"params": [p for p in group["params"] if (p.dim() == 2) == wanted]} for group in groups]
+            [group | {"params": [p for p in group["params"] if is_matrix(p) == wanted]} for group in groups]
             for wanted in (True, False)
         )
-        options = self._arguments(torch.optim.Muon)
+        options = self._arguments(torch.optim.Muon, fused)
         del options["eps"]  # that of AdamW
         muon = torch.optim.Muon(matrices, **options, adjust_lr_fn="match_rms_adamw")
-        return _joined_class()(muon, torch.optim.AdamW(others, **self._arguments(torch.optim.AdamW)))
+        return _joined_class()(muon, torch.optim.AdamW(others, **self._arguments(torch.optim.AdamW, fused)))
 
 
 @functools.cache

@@ -60,6 +60,23 @@ def network() -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 3))
 
 
+class Unusual(torch.nn.Module):
+    """Parameters that are complex, 0-dimensional, of other types, transposed, and with gaps in their memory."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.scale = torch.nn.Parameter(torch.tensor(0.5))
+        self.mixing = torch.nn.Parameter(torch.randn(5, 7, dtype=torch.complex64))
+        self.fine = torch.nn.Parameter(torch.randn(7, dtype=torch.float64))
+        self.transposed = torch.nn.Parameter(torch.randn(3, 7).T)
+        self.gaps = torch.nn.Parameter(torch.randn(7, 6)[:, ::2])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = (x.to(self.mixing.dtype) @ self.mixing).abs() * self.scale + self.fine.float()
+        return (hidden @ self.transposed + hidden @ self.gaps).tanh()
+
+
 def trained(model: torch.nn.Module, optimizer: torch.optim.Optimizer, num_steps: int = 6) -> list[torch.Tensor]:
     steps(model, optimizer, torch.randn(num_steps, 8, 5, generator=torch.Generator().manual_seed(1)))
     return [parameter.detach() for parameter in model.parameters()]
@@ -81,8 +98,35 @@ def test_every_step_equals_that_of_torch(ours, theirs, fused):
     torch.testing.assert_close(trained(model, optimizer), expected, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize(("ours", "theirs"), CASES, ids=[repr(ours) for ours, _ in CASES])
+def test_parameters_that_fused_kernels_cannot_update_are_trained_as_by_torch(ours, theirs):
+    model, reference = Unusual(), Unusual()
+    expected = trained(reference, theirs(reference.parameters()))
+    torch.testing.assert_close(trained(model, ours.build(model)), expected, rtol=1e-5, atol=1e-7)
+
+
+def test_sparse_gradients_are_those_of_torch():
+    """Only SGD takes them, and only without fused kernels."""
+
+    def embedding() -> torch.nn.Module:
+        torch.manual_seed(0)
+        return torch.nn.Embedding(6, 3, sparse=True)
+
+    model, reference = embedding(), embedding()
+    for each, optimizer in (
+        (model, SGD(lr=0.1).build(model)),
+        (reference, torch.optim.SGD(reference.parameters(), 0.1, 0.9)),
+    ):
+        for rows in (torch.tensor([1, 2, 1]), torch.tensor([5, 1])):
+            each(rows).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.testing.assert_close(model.weight, reference.weight)
+
+
+@pytest.mark.parametrize("network", [network, Unusual])
 @pytest.mark.parametrize("ours", [ours for ours, _ in CASES], ids=repr)
-def test_resume_from_a_loaded_state_is_bitwise_exact(ours):
+def test_resume_from_a_loaded_state_is_bitwise_exact(ours, network):
     whole, first, then = network(), network(), network()
     wanted = trained(whole, ours.build(whole), 6)
     optimizer = ours.build(first)

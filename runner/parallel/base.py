@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from torch.nn.modules.conv import _ConvNd
 
 from runner.batching import MicroBatch, Plan
 from runner.config.errors import ConfigError, errors_under
@@ -178,7 +179,12 @@ class Parallel:
 
 
 def move(model: torch.nn.Module, device: torch.device, channels_last: bool) -> None:
-    """Move `model` to `device`, and convert it to the NHWC memory format if `channels_last` is true."""
+    """Move `model` to `device`, and convert the weights of its 2-d convolutions to NHWC if `channels_last` is true.
+
+    The outputs of a convolution have the memory format of its weights.
+    """
     model.to(device)
-    if channels_last:
-        model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
+    for module in model.modules() if channels_last else ():
+        weight = module._parameters.get("weight") if isinstance(module, _ConvNd) else None
+        if weight is not None and weight.dim() == 4:
+            weight.data = weight.data.to(memory_format=torch.channels_last)

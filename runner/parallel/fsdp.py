@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import tree_map_only
 
 from runner.batching import MicroBatch, Plan
 from runner.data.base import copied
@@ -112,5 +113,9 @@ def _blocks_without_tied_weights(model: torch.nn.Module) -> list[torch.nn.Module
     return [block for block in modules_of_blocks(model) if num_names(block).items() <= everywhere.items()]
 
 
-def _inputs_to_channels_last(_: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    return tuple(x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x for x in inputs)
+def _inputs_to_channels_last(_: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    def converted(x: torch.Tensor) -> torch.Tensor:
+        is_image = x.dim() == 4 and x.layout == torch.strided
+        return x.contiguous(memory_format=torch.channels_last) if is_image else x
+
+    return tree_map_only(torch.Tensor, converted, inputs)

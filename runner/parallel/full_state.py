@@ -83,6 +83,13 @@ def load_optimizer(
                 raise UnexpectedContentError(f"the optimizer, {name}, step: it is negative")
             packed["state"][numbers[name]] = _state_of(parameters[name], state)
     optimizer.load_state_dict(packed)
+    for (
+        name
+    ) in optimizer_state:  # torch has converted numbers, such as NAdam's product of momenta, to the weight's type
+        state = optimizer.state[parameters[name]]
+        for key, spec in expected[name].items():
+            if isinstance(spec, TensorSpec) and not spec.shape and key in state and key != "step":
+                state[key] = state[key].to(spec.dtype)
 
 
 def _state_of_a_step(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> dict[str, TensorSpec | type | None]:
@@ -93,7 +100,7 @@ def _state_of_a_step(optimizer: torch.optim.Optimizer, group: dict[str, Any]) ->
     copied.state = defaultdict(dict)
     for first in group["params"][:1]:
         for key, value in optimizer.state.get(first, {}).items():  # Adagrad of torch 2.11 has state before a step
-            follows = isinstance(value, torch.Tensor) and value.shape == first.shape
+            follows = key != "step" and isinstance(value, torch.Tensor) and value.shape == first.shape
             copied.state[parameter][key] = torch.zeros(_PROBE) if follows else copy.copy(value)
     copied.param_groups = [{**group, "params": [parameter]}]
     copied.step()

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from runner.config.errors import ABSENT
+
 _FAILED_HERE = re.compile("nccl(unhandledcudaerror|systemerror|internalerror|invalidargument|invalidusage)")
 """NCCL's codes of errors in the process that reports them. `ncclRemoteError` is the one that another process causes."""
 
@@ -57,6 +59,9 @@ def refusal(error: BaseException) -> tuple[str, Any, str, str] | None:
     if "does not require grad and does not have a grad_fn" in str(error):
         remedy = "compute it from the outputs, without detach(), item(), argmax(), NumPy or torch.no_grad()"
         return "loss", "no gradient", "it does not depend on the weights", remedy
+    if unsupported := re.search(r"(\w+)`? does not support (complex parameters|sparse gradients)", str(error)):
+        why = f"{unsupported[1].strip('_')} does not support {unsupported[2]}"
+        return "optimizer", ABSENT, why, "optimizer=sgd optimizer.fused=false takes them"
     if "uninitialized parameter" in str(error):
         remedy = "let the function that makes the network call it once: net(torch.zeros(1, …))"
         return "model", "UninitializedParameter", "its lazy layers have no sizes yet", remedy

@@ -63,7 +63,9 @@ OPTIMIZER_CASES: dict[str, tuple[list[str], Callable[..., torch.optim.Optimizer]
 
 
 def muon_and_adamw(parameters: list[torch.nn.Parameter]) -> SimpleNamespace:
-    matrices, others = ([p for p in parameters if (p.dim() == 2) == is_matrix] for is_matrix in (True, False))
+    matrices, others = (
+        [p for p in parameters if (p.dim() == 2 and not p.is_complex()) == is_matrix] for is_matrix in (True, False)
+    )
     muon = torch.optim.Muon(matrices, 0.003, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
     adamw = torch.optim.AdamW(others, 0.003, weight_decay=0.1)
     each = (muon, adamw)
