@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
@@ -42,6 +43,8 @@ JOB_MODULES = (
 
 The command is the last: it defers the import of torchvision, which each job would then do for itself.
 """
+
+_composing = threading.RLock()
 
 
 class Config(dict[str, Any]):
@@ -135,9 +138,16 @@ def composer_of(overrides: Sequence[str], config_dir: str | None) -> Composer:
 def separate_hydra() -> Iterator[None]:
     """A context in which composing does not change Hydra's global objects: the caller may be a program of Hydra.
 
+    Only one thread at a time is in it.
+
     Raises:
         ConfigError: in place of Hydra's errors.
     """
+    with _composing:
+        yield from _separate_hydra()
+
+
+def _separate_hydra() -> Iterator[None]:
     Plugins.instance()  # whose import registers options, only once
     instances, resolvers = Singleton._instances, BaseContainer._resolvers
     separate: Any = {cls: each for cls, each in instances.items() if cls not in (HydraConfig, JobRuntime, VersionBase)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -24,6 +25,9 @@ from runner.run import build_run
 from runner.system import accelerator
 from runner.system.forkserver import server_stopped
 from runner.system.lazy_import import undo_defer
+
+log = logging.getLogger(__name__)
+_training = threading.RLock()
 
 
 def train(config: Config | Sequence[str] = (), **code: Any) -> Result:
@@ -73,9 +77,18 @@ def train(config: Config | Sequence[str] = (), **code: Any) -> Result:
 
 @contextmanager
 def settings_kept() -> Iterator[None]:
-    """A context in which the settings of the caller do not affect a run; what it changes is restored at the end."""
+    """A context in which the settings of the caller do not affect a run; what it changes is restored at the end.
+
+    These settings, the random states and the code that is given are of the whole process: other threads wait for it.
+    """
     with ExitStack() as restored:
+        if not _training.acquire(blocking=False):
+            log.warning(
+                "this thread waits: another one trains, and the process has one set of random numbers and settings"
+            )
+            _training.acquire()
         later = restored.callback
+        later(_training.release)
         later(_restore_environment, dict(os.environ))
         logger = logging.getLogger("runner")
         later(logger.setLevel, logger.level)

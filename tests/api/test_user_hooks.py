@@ -33,7 +33,7 @@ def test_whatever_a_hook_raises_the_run_has_crashed_and_can_be_resumed(kind):
 
     with pytest.raises(runner.CrashedError) as crash:
         runner.train(WORDS, model=Net, data=TENSORS, after_step=after_step)
-    path = crash.value.result.directory
+    path: Any = crash.value.result.directory
     saved = json.loads((path / "result.json").read_text())
     assert (saved["status"], saved["steps"]) == ("crashed", 5)
     assert kind.__name__ in saved["error"]
@@ -55,13 +55,12 @@ def test_whatever_a_network_raises_is_a_config_error(kind):
 
 
 def test_a_text_that_a_hook_logs_is_in_the_log_and_in_the_event_file():
-    result = runner.train(
-        WORDS, model=Net, data=TENSORS, after_step=lambda state: state.log("note", f"at {state.step}")
-    )
-    assert "step 4: note: at 4" in (result.directory / "log.txt").read_text()
-    [events] = result.directory.glob("events.out.tfevents.*")
+    note = lambda state: state.log("note", f"at {state.step}")  # noqa: E731
+    path: Any = runner.train(WORDS, model=Net, data=TENSORS, after_step=note).directory
+    assert "step 4: note: at 4" in (path / "log.txt").read_text()
+    [events] = path.glob("events.out.tfevents.*")
     assert b"at 4" in events.read_bytes()
-    assert "note" not in runner.load(result.directory).curves()
+    assert "note" not in runner.load(path).curves()
 
 
 @pytest.mark.cases((None,), ([1.0, 2.0],), (torch.ones(2),), (np.ones(2),), ({},))
