@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from torch import nn
 
-from models.layers import Block
+from runner.models.layers import Block
 
 
 class ConvNet(nn.Sequential):

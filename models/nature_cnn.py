@@ -8,8 +8,8 @@ from itertools import pairwise
 
 from torch import nn
 
-from models.layers import Block
-from models.qnet import Dueling
+from runner.models.layers import Block
+from runner.models.qnet import Dueling
 
 
 class NatureCNN(nn.Sequential):

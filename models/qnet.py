@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from models.layers import recomputable
+from runner.models.layers import recomputable
 
 
 class QNet(nn.Sequential):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torchvision.models import resnet
 
-from models.layers import Block, make_recomputable
+from runner.models.layers import Block, make_recomputable
 
 DEPTHS: dict[int, tuple[type[resnet.BasicBlock | resnet.Bottleneck], list[int]]] = {
     18: (resnet.BasicBlock, [2, 2, 2, 2]),

@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torchvision import models
 from torchvision.models.regnet import AnyStage, BlockParams
 
-from models.blocks import blocks_of
-from models.layers import Block, FrozenBatchNorm, make_recomputable
+from runner.models.blocks import blocks_of
+from runner.models.layers import Block, FrozenBatchNorm, make_recomputable
 
 Layers = list[tuple[str, nn.Module]]
 _NORMS = (_BatchNorm, FrozenBatchNorm, nn.LayerNorm, nn.GroupNorm)

@@ -51,12 +51,7 @@ def __getattr__(name: str) -> "Any":
 
     for module, names in _MODULES.items():
         if name in names:
-            try:
-                value = globals()[name] = getattr(importlib.import_module(module), name)
-            except ImportError as error:
-                if not (error.name or "").startswith("models."):
-                    raise
-                raise ImportError("another package named models hides that of the runner: rename it") from error
+            value = globals()[name] = getattr(importlib.import_module(module), name)
             return value
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

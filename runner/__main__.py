@@ -1,7 +1,7 @@
 """The command, `python -m runner` or `runner`. It installs the handlers of stop signals before slow imports.
 
 It also removes the working directory from the import path. `python -m` puts the working directory first, so that a
-models.py or secrets.py in it would shadow other modules.
+logging.py or secrets.py in it would shadow other modules.
 """
 
 from __future__ import annotations

@@ -11,9 +11,9 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from models.blocks import block_indices, blocks_of
 from runner.config.errors import ABSENT, ConfigError, check, check_range, did_you_mean, see_comments
 from runner.config.name_patterns import matching, names_to_match
+from runner.models.blocks import block_indices, blocks_of
 
 MAX_RATE = 1000  # a larger value is a typo: with it, every optimizer here diverges within a few steps
 

@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 
-from models.blocks import table_of
 from runner.batching import Step
 from runner.config.errors import ConfigError, described
 from runner.device import oversubscription
+from runner.models.blocks import table_of
 from runner.optimizer import learning_rates
 from runner.parallel.collectives import Collectives, encode
 from runner.parallel.session import Session

@@ -93,8 +93,8 @@ def _run(arguments: list[str]) -> list[int]:
 
     run = build_run(job.config)
     if options.summary:
-        from models.blocks import table_of
         from runner.model.base import without_memory
+        from runner.models.blocks import table_of
 
         run.workload.prepare()
         shape = run.workload.input_shape()

@@ -138,7 +138,7 @@ def shortened(text: str, most: int = 80) -> str:
 
 
 _ROOT = Path(__file__).parents[2]
-_FOLDERS = (_ROOT / "runner", _ROOT / "models", *map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib")))
+_FOLDERS = (_ROOT / "runner", *map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib")))
 _LIBRARIES = ("<frozen", "<string", "<eval", *(f"{path}{os.sep}" for path in _FOLDERS))
 """The beginnings of the paths of source files of this project, of Python and of installed packages."""
 

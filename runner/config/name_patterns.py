@@ -1,8 +1,8 @@
 """Patterns of parameter names: `head`, `layer4`, `*.bias`, `encoder.layers.*`.
 
 A pattern matches a parameter if it matches the name of the parameter, of a module that contains the parameter, or of
-the parameter's block (see `models.blocks`). Wildcards are those of a shell: `*` matches any text, including dots; `?`
-matches one character; `[12]` matches one of the characters in brackets.
+the parameter's block (see `runner.models.blocks`). Wildcards are those of a shell: `*` matches any text, including
+dots; `?` matches one character; `[12]` matches one of the characters in brackets.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def names_to_match(model: torch.nn.Module) -> dict[str, list[str]]:
     """Return the names that a pattern can match for each parameter: of its block, if any, its modules and itself."""
-    from models.blocks import block_indices, blocks_of
+    from runner.models.blocks import block_indices, blocks_of
 
     blocks, indices = blocks_of(model), block_indices(model)
     found = {}

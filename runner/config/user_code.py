@@ -26,6 +26,7 @@ from runner.config.errors import ABSENT, ConfigError, check, described, did_you_
 from runner.config.other_names import of_code
 from runner.config.overrides import hydra_quoted, override_key, override_value
 from runner.config.unused_names import check_names
+from runner.system.import_path import import_also
 from runner.system.signals import is_of_signal
 
 log = logging.getLogger(__name__)
@@ -233,8 +234,7 @@ def _loaded(path: str) -> ModuleType:
     module = sys.modules.get(name)
     if module is not None and module.__dict__.get("__source__") == content:
         return module
-    if (folder := os.path.dirname(path)) not in sys.path:
-        sys.path.append(folder)  # modules beside the file can be imported, but take the place of no others
+    import_also(os.path.dirname(path))
     sys.modules[name] = module = ModuleType(name)
     module.__dict__.update(__file__=path, __source__=content)
     try:
@@ -243,9 +243,7 @@ def _loaded(path: str) -> ModuleType:
         del sys.modules[name]
         if is_of_signal(error):
             raise
-        hidden = isinstance(error, ImportError) and (error.name or "").partition(".")[0] == "models"
-        remedy = "rename what it calls models: so is a package of the runner called" if hidden else "correct the file"
-        raise ConfigError("code", shown(path), f"it raises {described(error)}", remedy) from error
+        raise ConfigError("code", shown(path), f"it raises {described(error)}", "correct the file") from error
     return module
 
 

@@ -74,11 +74,11 @@ def freeze(model: torch.nn.Module, patterns: Iterable[str], exceptions: Iterable
     """Set `requires_grad=False` for the parameters of `model` that match one of `patterns` and none of `exceptions`.
 
     A batch normalization layer whose weight and bias are frozen normalizes with its running statistics, which no longer
-    change (see `models.layers`). Dropout in frozen layers works as before.
+    change (see `runner.models.layers`). Dropout in frozen layers works as before.
     """
     from torch.nn.modules.batchnorm import _BatchNorm
 
-    from models.layers import FrozenBatchNorm
+    from runner.models.layers import FrozenBatchNorm
 
     names = names_to_match(model)
     frozen = {name: names[name] for pattern in patterns for name in matching("freeze", pattern, names)}

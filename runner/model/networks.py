@@ -17,7 +17,7 @@ from runner.system.import_path import is_installed
 
 @dataclass
 class ConvNet(Model):
-    """Convolutions with max pooling, then two linear layers (`models.convnet.ConvNet`)."""
+    """Convolutions with max pooling, then two linear layers (`runner.models.convnet.ConvNet`)."""
 
     channels: tuple[int, ...] = (20, 20)
     kernel_size: int = 5
@@ -37,7 +37,7 @@ class ConvNet(Model):
         check_range(self, "dropout", least=0, below=1)
 
     def network(self, shape: tuple[int, ...], num_classes: int) -> torch.nn.Module:
-        from models import convnet
+        from runner.models import convnet
 
         channels, height, width = shape
         options = (self.channels, self.kernel_size, self.padding, self.hidden, self.dropout)
@@ -50,7 +50,7 @@ class ConvNet(Model):
 
 @dataclass
 class ResNet(Model):
-    """A residual network with torchvision's parameter names (`models.resnet.ResNet`)."""
+    """A residual network with torchvision's parameter names (`runner.models.resnet.ResNet`)."""
 
     depth: int = 50
     stem: str = "imagenet"
@@ -64,14 +64,14 @@ class ResNet(Model):
         check_choice(self, "norm", ("batch", "group"))
 
     def network(self, shape: tuple[int, ...], num_classes: int) -> torch.nn.Module:
-        from models import resnet
+        from runner.models import resnet
 
         return resnet.ResNet(self.depth, shape[0], num_classes, self.stem, self.norm, self.checkpoint_activations)
 
 
 @dataclass
 class QNet(Model):
-    """A multi-layer perceptron that computes action values, or classifies flattened images (`models.qnet.QNet`)."""
+    """A multi-layer perceptron for action values or for classes of flattened images (`runner.models.qnet.QNet`)."""
 
     hidden: tuple[int, ...] = (128, 128)
     dueling: bool = False
@@ -84,14 +84,14 @@ class QNet(Model):
             raise ConfigError("hidden", list(self.hidden), "every layer needs at least one unit", see_comments(self))
 
     def network(self, shape: tuple[int, ...], num_classes: int) -> torch.nn.Module:
-        from models import qnet
+        from runner.models import qnet
 
         return qnet.QNet(math.prod(shape), num_classes, self.hidden, self.dueling, self.checkpoint_activations)
 
 
 @dataclass
 class NatureCNN(Model):
-    """Convolutions without padding that compute action values from images (`models.nature_cnn.NatureCNN`)."""
+    """Convolutions without padding that compute action values from images (`runner.models.nature_cnn.NatureCNN`)."""
 
     channels: tuple[int, ...] = (32, 64, 64)
     kernel_sizes: tuple[int, ...] = (8, 4, 3)
@@ -109,7 +109,7 @@ class NatureCNN(Model):
         check_range(self, "hidden", least=1)
 
     def network(self, shape: tuple[int, ...], num_classes: int) -> torch.nn.Module:
-        from models import nature_cnn
+        from runner.models import nature_cnn
 
         channels, height, width = shape
         options = (self.channels, self.kernel_sizes, self.strides, self.hidden, self.dueling)
@@ -160,7 +160,7 @@ class NamedModel(Model):
 
 @dataclass
 class Torchvision(NamedModel):
-    """A classification network of torchvision, without auxiliary classifiers (`models.torchvision_networks`).
+    """A classification network of torchvision, without auxiliary classifiers (`runner.models.torchvision_networks`).
 
     The numbers of classes and input channels, and the image size of vision transformers, are taken from the data.
     """
@@ -171,7 +171,7 @@ class Torchvision(NamedModel):
         return models.list_models(module=models)
 
     def create(self, shape: tuple[int, ...], num_classes: int) -> torch.nn.Module:
-        from models import torchvision_networks
+        from runner.models import torchvision_networks
 
         model = torchvision_networks.create(self.name, shape, num_classes, self.options or {})
         if self.checkpoint_activations and not torchvision_networks.checkpoint_activations(model):

@@ -17,8 +17,8 @@ from urllib.parse import urlparse
 
 import torch
 
-from models.blocks import blocks_of
 from runner.config.errors import ConfigError, check, did_you_mean
+from runner.models.blocks import blocks_of
 from runner.storage.checkpoint import DamagedError, chosen_checkpoint, load
 from runner.storage.files import open_regular
 from runner.storage.safe_torch_load import load_tensors
@@ -155,7 +155,7 @@ def load_weights(model: torch.nn.Module, source: str, reset_head: bool) -> None:
     From the weights of an agent, only its online network is loaded. If all names begin with the name of one attribute,
     such as `model.`, it is removed. If `reset_head`, the last layer in `model.blocks()` keeps its parameters.
     """
-    from models.qnet import online_tensors
+    from runner.models.qnet import online_tensors
 
     own, tensors, head = model.state_dict(), online_tensors(weights_of(source)), _head(model)
     attributes = {name.partition(".")[0] for name in tensors}

@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from models.blocks import blocks_of
 from runner.config.errors import check
+from runner.models.blocks import blocks_of
 
 T = TypeVar("T")
 

@@ -18,10 +18,10 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.flop_counter import FlopCounterMode
 
-from models.blocks import blocks_of
 from runner.batching import Accumulation, Plan
 from runner.config.errors import check
 from runner.data.base import Samples
+from runner.models.blocks import blocks_of
 from runner.parallel.base import Parallel
 from runner.parallel.collectives import Collectives
 from runner.parallel.hogwild import Hogwild

@@ -3,8 +3,6 @@
 import inspect
 import itertools
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ import pandas
 import pytest
 import torch
 from helpers import user_objects
+from helpers.command import run_successfully
 from helpers.plain_loop import largest_difference, weights_at
 from helpers.user_objects import (
     TENSORS,
@@ -42,7 +41,6 @@ from runner.config.errors import ConfigError
 from runner.config.user_code import find, passed, using
 from runner.data.base import Batch
 from runner.data.user import UserData
-from runner.system.import_path import python_path
 
 SHORT = ["device=cpu", "device.threads=1", "optimizer=sgd", "optimizer.lr=0.05", "batch_size=12", "log_every=1"]
 SHORT += ["steps=6", "eval_every=3", "save_every=3"]
@@ -313,15 +311,23 @@ def test_a_hook_does_not_replace_a_curve_of_the_run(name, tag):
     assert f"log('{tag}', …)" in crashed.value.result.error
 
 
-def test_files_are_compiled_as_they_are_and_may_not_hide_packages(tmp_path):
-    (tmp_path / "models").mkdir()
-    (tmp_path / "models" / "__init__.py").touch()
+def test_files_are_compiled_as_they_are(tmp_path):
     (tmp_path / "mine.py").write_text("class Net:\n    size: int\n")
-    (tmp_path / "hides.py").write_text("from models.mine import Net\n")
     with using(passed(["model=mine.py:Net"])):
         assert find("model").__annotations__ == {"size": int}
-    with using(passed(["model=hides.py"])), pytest.raises(ConfigError) as refused:
-        find("model")
-    assert "models" in refused.value.remedy
-    command, environment = [sys.executable, "-c", "import runner; runner.load"], {**python_path(), "PYTHONSAFEPATH": ""}
-    assert "rename" in subprocess.run(command, env=environment, capture_output=True, text=True, check=False).stderr
+
+
+def test_folders_beside_a_file_may_be_called_as_those_of_this_repository(tmp_path):
+    """In all processes; what is in the standard library or installed is found before them."""
+    theirs = tmp_path / "theirs"
+    for name in ("models", "tests", "conf", "benchmarks"):
+        (theirs / name).mkdir(parents=True)
+        (theirs / name / "theirs.py").write_text("from helpers.user_objects import Net, TensorDataset, tensors\n")
+    (theirs / "models" / "resnet.py").write_text("SIZE = 15\n")  # ours has no such name
+    for name in ("colorsys", "yaml"):
+        (theirs / f"{name}.py").write_text("raise SystemExit('this is not the usual one')\n")
+    lines = ["import colorsys, yaml, benchmarks.theirs, conf.theirs", "from models.theirs import Net as model"]
+    lines += ["from models.resnet import SIZE"]
+    lines += ["from tests.theirs import TensorDataset, tensors", "data = TensorDataset(*tensors(SIZE))"]
+    (theirs / "mine.py").write_text("\n".join(lines))
+    run_successfully(tmp_path / "elsewhere", f"workload={theirs}/mine.py", *SHORT, DDP)

@@ -8,7 +8,7 @@ from unittest import mock
 
 import torch
 
-from models.resnet import ResNet
+from runner.models.resnet import ResNet
 from runner.parallel.session import Session
 from runner.run import Run, build_run
 

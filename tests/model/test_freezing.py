@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from models.layers import FrozenBatchNorm
-from models.resnet import ResNet
 from runner.config.errors import ConfigError
 from runner.model.base import freeze
+from runner.models.layers import FrozenBatchNorm
+from runner.models.resnet import ResNet
 from runner.parallel import batch_norm
 from runner.parallel.batch_norm import convert_sync_batch_norm
 

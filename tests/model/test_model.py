@@ -7,12 +7,12 @@ import torchvision
 from helpers.compose import option_content
 from safetensors.torch import save_file
 
-from models import convnet, resnet
 from runner.config.errors import ConfigError
 from runner.config.schema import build
 from runner.model.base import Model
 from runner.model.networks import ConvNet, QNet, ResNet
 from runner.model.weights import read_weights
+from runner.models import convnet, resnet
 
 SHAPE = (1, 28, 28)
 

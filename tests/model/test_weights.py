@@ -8,9 +8,9 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from models.qnet import QNet, WithTarget
 from runner.config.errors import ConfigError
 from runner.model.weights import load_weights, read_weights
+from runner.models.qnet import QNet, WithTarget
 from runner.storage.safe_torch_load import load_tensors
 
 

@@ -2,8 +2,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from models.blocks import blocks_of
-from models.convnet import ConvNet
+from runner.models.blocks import blocks_of
+from runner.models.convnet import ConvNet
 
 
 def by_hand(weights: dict[str, torch.Tensor], x: torch.Tensor, padding: int = 0) -> torch.Tensor:

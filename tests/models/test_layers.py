@@ -7,8 +7,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
-from models.layers import Block
-from models.resnet import ResNet
+from runner.models.layers import Block
+from runner.models.resnet import ResNet
 
 
 def training(network: nn.Module, dtype: torch.dtype | None = None) -> list[torch.Tensor]:

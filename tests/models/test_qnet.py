@@ -3,8 +3,8 @@
 import torch
 from torch import nn
 
-from models.blocks import blocks_of
-from models.qnet import Dueling, QNet, WithTarget
+from runner.models.blocks import blocks_of
+from runner.models.qnet import Dueling, QNet, WithTarget
 
 
 def test_dueling_values_are_state_value_plus_centered_advantages():

@@ -4,7 +4,7 @@ import torchvision
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from models.resnet import ResNet
+from runner.models.resnet import ResNet
 
 
 @pytest.mark.parametrize("depth", [18, 34, 50, 101, 152])

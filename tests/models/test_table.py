@@ -6,8 +6,8 @@ import pytest
 import torch
 from helpers.compose import TINY_CPU, build_composed_run
 
-from models.blocks import table_of
 from runner.commands.train import main as run_command
+from runner.models.blocks import table_of
 
 
 def cells(model: torch.nn.Module, shape: tuple[int, ...] | None) -> list[list[str]]:

@@ -1,4 +1,4 @@
-"""Tests of `models.torchvision_networks`: the blocks of a network, run in sequence, compute the same as the network."""
+"""Tests of `runner.models.torchvision_networks`: the blocks of a network, in sequence, compute the same as it."""
 
 import copy
 
@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from models import torchvision_networks
-from models.blocks import blocks_of
-from models.torchvision_networks import CHAINS, checkpoint_activations
 from runner.model.base import freeze
+from runner.models import torchvision_networks
+from runner.models.blocks import blocks_of
+from runner.models.torchvision_networks import CHAINS, checkpoint_activations
 
 NETWORKS = (
     "alexnet", "convnext_tiny", "densenet121", "efficientnet_b0", "googlenet", "inception_v3", "mnasnet0_5",

@@ -8,7 +8,7 @@ from helpers.compose import TINY_CPU, compose_config
 from helpers.ranks import connected_session
 from torch import nn
 
-from models.layers import Block
+from runner.models.layers import Block
 from runner.parallel.batch_norm import BatchNormOfAnyDim, DeferredBatchNorm, convert_sync_batch_norm, defer, update
 
 CPU = torch.device("cpu")

@@ -4,9 +4,9 @@ import pytest
 import torch
 from helpers.compose import TINY_CPU, build_composed_run, prepare_session
 
-from models.convnet import ConvNet
-from models.resnet import ResNet
 from runner.config.errors import ConfigError
+from runner.models.convnet import ConvNet
+from runner.models.resnet import ResNet
 from runner.parallel.compiling import compile_in_place, modules_of_blocks
 
 

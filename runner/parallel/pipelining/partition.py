@@ -14,11 +14,11 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from models.blocks import blocks_of as listed_blocks
 from runner.config.errors import ConfigError, check, check_range, did_you_mean
 from runner.config.options import chosen_option
 from runner.device import synchronize
 from runner.model.base import without_memory
+from runner.models.blocks import blocks_of as listed_blocks
 from runner.parallel.base import move
 from runner.parallel.session import Session
 from runner.workloads.base import Workload

@@ -153,7 +153,7 @@ class DQN(Workload):
     def build_model(self) -> torch.nn.Module:
         from torch.nn.modules.batchnorm import _BatchNorm
 
-        from models.qnet import WithTarget
+        from runner.models.qnet import WithTarget
 
         with errors_under("model"):
             online = self.model.build(self.env.shape, self.env.num_actions)

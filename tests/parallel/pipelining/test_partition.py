@@ -11,10 +11,10 @@ import torch
 from helpers.compose import build_composed_run
 from torch import nn
 
-from models.convnet import ConvNet
-from models.resnet import ResNet
 from runner.config.errors import ConfigError
 from runner.model.base import without_memory
+from runner.models.convnet import ConvNet
+from runner.models.resnet import ResNet
 from runner.parallel.pipelining import partition as partitioning
 from runner.parallel.pipelining.engines import StreamEngine, clock
 from runner.parallel.pipelining.timeline import Timeline

@@ -17,9 +17,9 @@ from helpers.compose import TrainedRun, build_composed_run, prepare_session, tra
 from helpers.events import load_events, scalar_curves
 from PIL import Image
 
-from models.qnet import QNet, WithTarget
 from runner.batching import Plan
 from runner.config.errors import ABSENT, ConfigError
+from runner.models.qnet import QNet, WithTarget
 from runner.optimizer import trainable
 from runner.seeds import derive
 from runner.training import initial_state, train_step

@@ -1,1 +1,0 @@
-"""Networks in plain PyTorch, independent of device, rank, precision and config."""
