@@ -1,4 +1,4 @@
-"""What networks are made of: blocks that can recompute their activations, and frozen batch normalization.
+"""What networks are made of: blocks that can recompute their activations, and batch normalization that is frozen.
 
 Activation checkpointing (Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016) does not change a bit of the
 results: `torch.utils.checkpoint` restores the random number generators and autocast, and this module prevents a second
@@ -82,20 +82,27 @@ class _FrozenStatistics:
         self._buffers = []
 
 
-class FrozenBatchNorm(nn.Module):
-    """Batch normalization with the running statistics, in training mode too: a fixed affine map of each channel.
+class FrozenStatistics(nn.Module):
+    """The base class of a layer that stays in evaluation mode, in which batch normalization has fixed statistics.
 
-    A layer whose weight and bias are frozen is converted by setting its `__class__`. This is not a subclass of torch's
-    batch normalization, so that parallel modes do not synchronize or average its statistics.
+    A layer is converted by setting its `__class__` to a subclass of its own (see `freeze_statistics`), so that it keeps
+    its forward pass. Its submodules follow the mode of the network.
     """
 
-    weight: torch.Tensor
-    bias: torch.Tensor
-    running_mean: torch.Tensor
-    running_var: torch.Tensor
-    eps: float
+    def train(self, mode: bool = True) -> FrozenStatistics:
+        super().train(mode)
+        self.training = False
+        return self
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return nn.functional.batch_norm(
-            input, self.running_mean, self.running_var, self.weight, self.bias, training=False, eps=self.eps
-        )
+
+def freeze_statistics(module: nn.Module) -> None:
+    """Let all batch normalization in `module` normalize with its running statistics, which no longer change."""
+    for layer in module.modules():
+        if isinstance(layer, _BatchNorm) and layer.track_running_stats and not isinstance(layer, FrozenStatistics):
+            layer.__class__ = type(type(layer).__name__, (FrozenStatistics, type(layer)), {})
+            layer.training = False
+
+
+def normalizes_batches(network: nn.Module) -> bool:
+    """Return whether `network` has batch normalization with the statistics of the batches on which it is trained."""
+    return any(isinstance(each, _BatchNorm) and not isinstance(each, FrozenStatistics) for each in network.modules())

@@ -18,10 +18,10 @@ from torchvision import models
 from torchvision.models.regnet import AnyStage, BlockParams
 
 from runner.models.blocks import blocks_of
-from runner.models.layers import Block, FrozenBatchNorm, make_recomputable
+from runner.models.layers import Block, make_recomputable
 
 Layers = list[tuple[str, nn.Module]]
-_NORMS = (_BatchNorm, FrozenBatchNorm, nn.LayerNorm, nn.GroupNorm)
+_NORMS = (_BatchNorm, nn.LayerNorm, nn.GroupNorm)
 
 
 class _ViTStem(nn.Module):

@@ -27,6 +27,9 @@ from runner.verification.verdict import Outcome, Pair, Verdict, compare
 PLAIN = ("parallel=single", "accumulation=1", "compile=false", "channels_last=false")
 """The overrides that turn a config into its reference, which trains in the plainest way, on a single device."""
 
+_SWITCHES = (("model", "checkpoint_activations"), ("optimizer", "fused"))
+"""Options that are switched off in the reference, if the config has them."""
+
 MOST_STEPS = 200
 """How many steps of a recorded run are trained again by default; but at least to its first log."""
 
@@ -116,9 +119,11 @@ def verify(overrides: Sequence[str], steps: int = 3, *, config_dir: str | None =
     words = [*given.added_to(overrides), f"steps={steps}"]
     in_float64 = replaced(words, "precision=64")
     with settings_kept(), user_code.using(given):
+        config = compose(words, config_dir=config_dir)
+        plain = [*PLAIN, *(f"{group}.{key}=false" for group, key in _SWITCHES if (config.get(group) or {}).get(key))]
         tested, reference = (
             [build_run(dict(compose(each, config_dir=config_dir))) for each in form]
-            for form in ((words, in_float64), (replaced(words, *PLAIN), replaced(in_float64, *PLAIN)))
+            for form in ((words, in_float64), (replaced(words, *plain), replaced(in_float64, *plain)))
         )
         check_used(tested[0], overrides)
         precision = tested[0].precision

@@ -73,12 +73,10 @@ class Model(ABC):
 def freeze(model: torch.nn.Module, patterns: Iterable[str], exceptions: Iterable[str]) -> None:
     """Set `requires_grad=False` for the parameters of `model` that match one of `patterns` and none of `exceptions`.
 
-    A batch normalization layer whose weight and bias are frozen normalizes with its running statistics, which no longer
-    change (see `runner.models.layers`). Dropout in frozen layers works as before.
+    Batch normalization in a module whose parameters are all frozen normalizes with its running statistics, which no
+    longer change (see `runner.models.layers`). Dropout in frozen layers works as before.
     """
-    from torch.nn.modules.batchnorm import _BatchNorm
-
-    from runner.models.layers import FrozenBatchNorm
+    from runner.models.layers import freeze_statistics
 
     names = names_to_match(model)
     frozen = {name: names[name] for pattern in patterns for name in matching("freeze", pattern, names)}
@@ -88,10 +86,9 @@ def freeze(model: torch.nn.Module, patterns: Iterable[str], exceptions: Iterable
     for name in frozen.keys() - trained:
         model.get_parameter(name).requires_grad_(False)
     for module in model.modules():
-        parameters = list(module.parameters(recurse=False))
-        fixed = bool(parameters) and not any(parameter.requires_grad for parameter in parameters)
-        if fixed and isinstance(module, _BatchNorm) and module.track_running_stats:
-            module.__class__ = FrozenBatchNorm  # pyright: ignore[reportAttributeAccessIssue]
+        parameters = list(module.parameters())
+        if parameters and not any(parameter.requires_grad for parameter in parameters):
+            freeze_statistics(module)
 
 
 def without_memory(build: Callable[[], torch.nn.Module]) -> torch.nn.Module:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from runner.batching import MicroBatch, Plan
 from runner.config.errors import check, check_choice, check_range
@@ -56,10 +57,9 @@ class DDP(MultiProcess):
 
     def _place(self, model: torch.nn.Module, session: Session) -> torch.nn.Module:
         device = session.device
-        if self.sync_batch_norm:
-            model = convert_sync_batch_norm(model, device)
-            if session.plan.accumulation > 1:
-                log.warning("batch normalization normalizes each micro-batch by itself; accumulation=1 avoids this")
+        convert_sync_batch_norm(model, device, _BatchNorm if self.sync_batch_norm else torch.nn.SyncBatchNorm)
+        if self.sync_batch_norm and session.plan.accumulation > 1:
+            log.warning("batch normalization normalizes each micro-batch by itself; accumulation=1 avoids this")
         if session.compile:
             torch_private.split_compiled_ddp(not self.sync_batch_norm and self.bucket_mb >= 1)
         model = super()._place(model, session)

@@ -9,11 +9,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map_only
 
 from runner.batching import MicroBatch, Plan
 from runner.data.base import copied
+from runner.models.layers import normalizes_batches
+from runner.parallel.batch_norm import convert_sync_batch_norm
 from runner.parallel.compiling import compile_in_place, modules_of_blocks, refuse_step
 from runner.parallel.multiprocess import MultiProcess
 from runner.parallel.session import Session
@@ -57,8 +58,8 @@ class FSDP(MultiProcess):
         if self.offload and device.type == "cpu":
             log.warning("parallel.offload has no effect: without a GPU the shards are in host memory anyway")
         model.to(device)
-        normalizes = any(isinstance(module, _BatchNorm) for module in model.modules())
-        dtype = None if normalizes else session.precision.compute_dtype(device)
+        convert_sync_batch_norm(model, device, torch.nn.SyncBatchNorm)
+        dtype = None if normalizes_batches(model) else session.precision.compute_dtype(device)
         options: dict[str, Any] = {
             "mesh": init_device_mesh(device.type, (session.world_size,)),
             "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype and torch.float32),

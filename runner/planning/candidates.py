@@ -9,13 +9,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from runner.config.errors import ConfigError
 from runner.config.options import option_files
 from runner.config.overrides import override_key
 from runner.config.schema import component_fields, option_fields
 from runner.model.base import without_memory
+from runner.models.layers import normalizes_batches
 from runner.parallel.base import Parallel
 from runner.parallel.compiling import modules_of_blocks
 from runner.parallel.multiprocess import MultiProcess
@@ -125,7 +125,7 @@ class Candidates:
         self.base = compose(())
         self._session = prepared(self.base)
         self._model = without_memory(self.base.workload.build_model)
-        self._normalizes = self._has(_BatchNorm)
+        self._normalizes = normalizes_batches(self._model)
 
     def judged(self, overrides: Overrides) -> Candidate:
         """Return the candidate with `overrides`; if a check fails, its `reason` says why. No data is read."""

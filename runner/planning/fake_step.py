@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.flop_counter import FlopCounterMode
 
 from runner.batching import Accumulation, Plan
 from runner.config.errors import check
 from runner.data.base import Samples
 from runner.models.blocks import blocks_of
+from runner.models.layers import normalizes_batches
 from runner.parallel.base import Parallel
 from runner.parallel.collectives import Collectives
 from runner.parallel.hogwild import Hogwild
@@ -205,7 +205,7 @@ def trace_rank(run: Run, session: Session, rank: int, further: int = 0) -> RankP
                 tracker.costs,
                 _saved(state),
                 [name for name, block in blocks_of(state.model) if any(True for _ in block.parameters())],
-                any(isinstance(module, _BatchNorm) for module in state.model.modules()),
+                normalizes_batches(state.model),
             )
 
 

@@ -22,6 +22,7 @@ from runner.config import user_code
 from runner.config.errors import ConfigError, check
 from runner.config.schema import component_fields
 from runner.data.base import copied, shard_bounds
+from runner.models.layers import normalizes_batches
 from runner.parallel.collectives import Collectives
 from runner.parallel.full_state import full_tensor
 from runner.parallel.session import Session
@@ -158,7 +159,7 @@ def record(run: Run, session: Session, directory: Path) -> Steps:
 
     num_passes = plan.accumulation * plan.chunks
     num_passes *= 1 if getattr(run.parallel, "sync_batch_norm", False) else plan.num_data_ranks
-    normalizes = any(isinstance(module, torch.nn.modules.batchnorm._BatchNorm) for module in state.model.modules())
+    normalizes = normalizes_batches(state.model)
     other_draws = num_passes > 1 or session.world_size > 1 or run.compile or session.devices[1:]
     reasons = {_BATCH_NORM: normalizes and num_passes > 1, _RANDOM_NUMBERS: draws and bool(other_draws)}
     expected = "\n".join(text for text, holds in reasons.items() if any(collectives.all_gather(holds)))

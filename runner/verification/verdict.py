@@ -152,7 +152,7 @@ def _lost_in_rounding(configured: Steps, exact: Steps) -> Tensors:
     keys, whose true gradient is zero. Optimizers such as Adam divide by it, which makes steps of that rounding."""
     rounded, true = configured.tensors["gradients"], exact.tensors["gradients"]
     both = rounded.keys() & true.keys()
-    return {name: (rounded[name].double() - true[name]).abs() > true[name].abs() / 2 for name in both}
+    return {name: (_wide(rounded[name]) - true[name]).abs() > true[name].abs() / 2 for name in both}
 
 
 def _without(lost: Tensors, pair: Pair) -> Pair:
@@ -190,26 +190,36 @@ def _row(kind: str, configured: Pair | None, exact: Pair | None, precision: Prec
 
 
 def largest_difference(tested: Tensors, reference: Tensors) -> Difference:
-    """Return the largest relative difference between floating-point tensors of the same name.
+    """Return the largest relative difference between tensors of the same name.
 
     The relative difference of two tensors is the norm of their difference, divided by the norm of the reference tensor.
     The divisor is at least a thousandth of the norm of all reference tensors together, because a tensor may be zero up
-    to rounding errors, for example the gradient of a bias before batch normalization. If a tensor is missing or has
-    another shape, the result is infinity. Of tensors that are not floating-point, only the shapes are compared.
+    to rounding errors, for example the gradient of a bias before batch normalization. Of integers and booleans, it is
+    the root of the share of values that differ. If a tensor is missing or has another shape or kind of numbers, the
+    result is infinity.
     """
-    shapes, expected = ({name: each.shape for name, each in tensors.items()} for tensors in (tested, reference))
-    if others := [name for name in shapes | expected if shapes.get(name) != expected.get(name)]:
+    forms, expected = ({name: _form(each) for name, each in tensors.items()} for tensors in (tested, reference))
+    if others := [name for name in forms | expected if forms.get(name) != expected.get(name)]:
         return Difference(torch.inf, f"{min(others)} is missing or has another shape")
-    floats = {name: tensor.double() for name, tensor in reference.items() if tensor.is_floating_point()}
-    if not floats:
+    exact = {name: each for name, each in reference.items() if not (each.is_floating_point() or each.is_complex())}
+    sizes = {name: float((tested[name] != each).double().mean().sqrt()) for name, each in exact.items() if each.numel()}
+    inexact = {name: _wide(each) for name, each in reference.items() if name not in exact}
+    least = 1e-3 * torch.stack([torch.zeros(()), *(each.norm() for each in inexact.values())]).norm()
+    for name, each in inexact.items():
+        divisor = torch.maximum(each.norm(), least).clamp_min(1e-30)
+        sizes[name] = float((_wide(tested[name]) - each).norm() / divisor)
+    if not sizes:
         return Difference(0.0, "there are none")
-    least = 1e-3 * torch.stack([tensor.norm() for tensor in floats.values()]).norm()
-    sizes = {
-        name: float((tested[name].double() - tensor).norm() / torch.maximum(tensor.norm(), least).clamp_min(1e-30))
-        for name, tensor in floats.items()
-    }
     worst = max(sizes, key=lambda name: (sizes[name] != sizes[name], sizes[name]))  # nan is the largest
     return Difference(sizes[worst], worst)
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
+
+
+def _form(tensor: torch.Tensor) -> tuple[torch.Size, bool, bool]:
+    return tensor.shape, tensor.is_floating_point(), tensor.is_complex()
 
 
 def _judge(rows: Sequence[Row]) -> tuple[Verdict, str]:

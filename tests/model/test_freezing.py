@@ -1,6 +1,7 @@
 """Tests of `freeze`: frozen parameters, and batch normalization with frozen parameters."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -8,10 +9,8 @@ from torch import nn
 
 from runner.config.errors import ConfigError
 from runner.model.base import freeze
-from runner.models.layers import FrozenBatchNorm
 from runner.models.resnet import ResNet
-from runner.parallel import batch_norm
-from runner.parallel.batch_norm import convert_sync_batch_norm
+from runner.parallel.batch_norm import convert_sync_batch_norm, defer
 
 
 def network() -> ResNet:
@@ -64,11 +63,50 @@ def test_frozen_batch_normalization_keeps_its_statistics_and_uses_them():
     assert list(model.state_dict()) == list(reference.state_dict())
 
 
-def test_batch_normalization_is_frozen_as_a_whole_and_parallel_modes_do_not_convert_it():
+class Halved(nn.BatchNorm2d):
+    """Batch normalization with a forward pass of its own, and a submodule, which draws random numbers."""
+
+    def __init__(self, num_features: int):
+        super().__init__(num_features)
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return self.drop(super().forward(x).relu() / 2 + self.training)
+
+
+def test_a_frozen_layer_keeps_its_forward_pass_and_its_hooks():
+    torch.manual_seed(0)
+    model, x, seen = nn.Sequential(Halved(3), nn.Conv2d(3, 2, 1)), torch.randn(4, 3, 8, 8), []
+    norm: Any = model[0]
+    norm.running_mean.normal_()
+    norm.register_forward_hook(lambda *_: seen.append(1))
+    freeze(model, ["0"], [])
+    model.train()
+    torch.manual_seed(1)
+    outputs = norm(x)
+    torch.manual_seed(1)
+    mean, variance = norm.running_mean.view(1, 3, 1, 1), norm.running_var.view(1, 3, 1, 1)
+    wanted = nn.functional.dropout(((x - mean) / (variance + norm.eps).sqrt()).relu() / 2)
+    torch.testing.assert_close(outputs, wanted)
+    assert seen == [1]
+    assert norm.num_batches_tracked == 0
+
+
+def test_batch_normalization_without_parameters_is_frozen_with_the_module_around_it():
+    block, x = nn.Sequential(nn.Conv2d(3, 2, 1), nn.BatchNorm2d(2, affine=False)), torch.randn(4, 3, 8, 8)
+    model = nn.Sequential(block, nn.BatchNorm2d(2, affine=False), nn.Conv2d(2, 2, 1))
+    freeze(model, ["0"], [])
+    model.train()(x)
+    assert [int(norm.num_batches_tracked) for norm in (block[1], model[1])] == [0, 1]  # pyright: ignore
+
+
+@pytest.mark.parametrize("convert", [defer, lambda model: convert_sync_batch_norm(model, torch.device("cpu"))])
+def test_batch_normalization_is_frozen_as_a_whole_and_parallel_modes_do_not_convert_it(convert):
     model = network()
     freeze(model, ["*.bias", "layer1"], [])
-    assert type(model.bn1) is nn.BatchNorm2d, "its weight is trained"
-    convert_sync_batch_norm(model, torch.device("cpu"))
-    batch_norm.defer(model)
-    assert type(model.get_submodule("layer1.0.bn1")) is FrozenBatchNorm
-    assert type(model.get_submodule("layer2.0.bn1")) is batch_norm.DeferredBatchNorm
+    assert model.bn1.train()(torch.ones(2, 64, 1, 1)).abs().max() < 0.1, "its weight is trained"
+    reference, x = copy.deepcopy(model.layer1).eval(), torch.randn(4, 64, 8, 8)
+    convert(model)
+    assert torch.equal(model.layer1.train()(x), reference(x))
+    for name, tensor in model.layer1.state_dict().items():
+        assert torch.equal(tensor, reference.state_dict()[name])

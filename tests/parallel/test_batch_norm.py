@@ -7,9 +7,12 @@ import torch
 from helpers.compose import TINY_CPU, compose_config
 from helpers.ranks import connected_session
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
+from runner.config.errors import ConfigError
 from runner.models.layers import Block
-from runner.parallel.batch_norm import BatchNormOfAnyDim, DeferredBatchNorm, convert_sync_batch_norm, defer, update
+from runner.parallel import batch_norm
+from runner.parallel.batch_norm import convert_sync_batch_norm, defer, update
 
 CPU = torch.device("cpu")
 CASES = [((6, 4, 3, 3), 0.1, True), ((6, 4, 3, 3), None, False), ((6, 4), 0.1, False), ((6, 4), None, True)]
@@ -57,7 +60,9 @@ def test_shards_are_normalized_with_the_statistics_of_the_whole_batch(shape, mom
 
 def in_rank(shape: tuple[int, ...], momentum: float | None, affine: bool, config: dict[str, Any]) -> Any:
     with connected_session(config) as (_, session):
-        return trained(convert_sync_batch_norm(norm(shape, momentum, affine), CPU), shape, session.rank, 3)
+        layer = norm(shape, momentum, affine)
+        convert_sync_batch_norm(layer, CPU)
+        return trained(layer, shape, session.rank, 3)
 
 
 def network(dtype: torch.dtype = torch.float64, momentum: float | None = 0.1, recompute: bool = False) -> nn.Module:
@@ -80,7 +85,7 @@ def test_running_statistics_are_those_of_the_whole_batch(dtype, tolerance, recom
     """In each layer, the expected statistics are computed from the layer's inputs in all micro-batches together."""
     model, seen = network(dtype, momentum, recompute), {}
     defer(model)
-    norms = {name: module for name, module in model.named_modules() if isinstance(module, DeferredBatchNorm)}
+    norms: dict[str, Any] = {n: module for n, module in model.named_modules() if isinstance(module, _BatchNorm)}
     wanted = {name: [torch.zeros_like(m.running_mean), torch.ones_like(m.running_var)] for name, m in norms.items()}
     for name, module in norms.items():
         module.register_forward_pre_hook(
@@ -110,15 +115,110 @@ def test_outputs_and_gradients_are_those_of_micro_batches():
         assert torch.equal(*outputs)
         for output in outputs:
             output.square().sum().backward()
-    for one, other in zip(plain.parameters(), deferred.parameters(), strict=True):
-        assert torch.equal(one.grad, other.grad)
+    gradients: Any = ([p.grad for p in model.parameters()] for model in (plain, deferred))
+    assert all(torch.equal(*pair) for pair in zip(*gradients, strict=True))
+
+
+class Activated(nn.BatchNorm2d):
+    """As timm's `BatchNormAct2d`: it repeats torch's forward pass, and applies an activation."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        factor: Any = self.momentum
+        if self.training and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            factor = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+        args = (self.running_mean, self.running_var, self.weight, self.bias, self.training, factor, self.eps)
+        return nn.functional.elu(nn.functional.batch_norm(input, *args))
+
+
+class Scaled(nn.BatchNorm2d):
+    """It changes inputs and outputs, and accepts inputs of three dimensions."""
+
+    def _check_input_dim(self, input: torch.Tensor) -> None:
+        assert input.dim() in (3, 4)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input.transpose(-1, -2) * 3).tanh()
+
+
+class Split(nn.BatchNorm2d):
+    """As timm's `SplitBatchNorm2d`: it normalizes each half of its inputs by itself."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return torch.cat([super(Split, self).forward(half) for half in input.chunk(2)])
+
+
+class ByHand(nn.BatchNorm2d):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return (input - input.mean((0, 2, 3), keepdim=True)) / input.var((0, 2, 3), keepdim=True).sqrt()
+
+
+def subclassed(kind: type[nn.BatchNorm2d], momentum: float | None) -> nn.Module:
+    torch.manual_seed(1)
+    layer = kind(4, momentum=momentum).double()
+    nn.init.normal_(layer.weight)
+    nn.init.normal_(layer.bias)
+    return layer
+
+
+@pytest.mark.parametrize(("kind", "momentum"), [(Activated, 0.3), (Activated, None), (Scaled, 0.3), (Scaled, None)])
+def test_a_subclass_with_a_forward_pass_of_its_own_is_synchronized_in_it(kind, momentum, ranks):
+    shape = (6, 4, 3, 3)
+    whole = trained(subclassed(kind, momentum), shape, 0, 1)
+    config = compose_config(*TINY_CPU, "parallel=ddp", "batch_size=63")
+    found = ranks(3).call_on_all(subclassed_in_rank, kind, momentum, shape, config)
+    for name, merge in {"outputs": torch.cat, "inputs": torch.cat, "weights": sum}.items():
+        for number, wanted in enumerate(whole[name]):
+            torch.testing.assert_close(merge([each[name][number] for each in found]), wanted, rtol=1e-10, atol=1e-10)
+    for each in found:
+        torch.testing.assert_close(each["state"], whole["state"], rtol=1e-10, atol=1e-10)
+
+
+def subclassed_in_rank(kind: Any, momentum: float | None, shape: tuple[int, ...], config: dict[str, Any]) -> Any:
+    with connected_session(config) as (_, session):
+        layer = subclassed(kind, momentum)
+        convert_sync_batch_norm(layer, CPU)
+        return trained(layer, shape, session.rank, 3)
+
+
+@pytest.mark.parametrize(("kind", "momentum"), [(Activated, 0.3), (Activated, None), (Scaled, 0.3), (Scaled, None)])
+def test_a_deferred_subclass_has_its_own_outputs_and_the_statistics_of_the_whole_batch(kind, momentum):
+    layer, plain, whole = (subclassed(kind, momentum) for _ in range(3))
+    defer(layer)
+    for step in (1, 2):
+        batch = torch.randn(12, 4, 3, 3, dtype=torch.float64) * step + step
+        whole(batch)
+        for part in batch.split((5, 5, 2)):
+            assert torch.equal(layer(part), plain(part))
+        update(layer)
+    assert isinstance(layer, kind)
+    torch.testing.assert_close(layer.state_dict(), whole.state_dict(), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", [Split, ByHand])
+@pytest.mark.parametrize("convert", [defer, lambda model: convert_sync_batch_norm(model, CPU)], ids=["defer", "sync"])
+def test_a_layer_that_computes_something_else_is_refused_in_its_first_forward_pass(kind, convert, monkeypatch):
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
+    monkeypatch.setattr(batch_norm, "_sum_over_ranks", lambda tensor: tensor)
+    layer = subclassed(kind, 0.1)
+    convert(layer)
+    layer.eval()(torch.randn(4, 4, 3, 3, dtype=torch.float64))
+    with pytest.raises(ConfigError, match=f"{kind.__name__} of the network cannot be converted") as refused:
+        layer.train()(torch.randn(4, 4, 3, 3, dtype=torch.float64))
+    assert refused.value.key in ("parallel.sync_batch_norm", "parallel.batch_norm")
+
+
+def test_a_layer_whose_object_has_a_forward_pass_of_its_own_is_refused():
+    layer = subclassed(nn.BatchNorm2d, 0.1)
+    layer.forward = lambda input: input
+    with pytest.raises(ConfigError, match="BatchNorm2d of the network cannot be converted"):
+        defer(nn.Sequential(layer))
 
 
 @pytest.mark.parametrize("convert", [defer, lambda model: convert_sync_batch_norm(model, CPU)], ids=["defer", "sync"])
 def test_names_and_outputs_in_evaluation_are_unchanged(convert):
     plain, converted = network(), network()
     convert(converted)
-    assert any(isinstance(module, BatchNormOfAnyDim) for module in converted.modules())
     assert list(plain.state_dict()) == list(converted.state_dict())
     x = images(1)
     assert torch.equal(plain.eval()(x), converted.eval()(x))

@@ -193,7 +193,7 @@ def test_configs_that_cannot_be_compared_are_refused(overrides, words, capfd):
 
 def test_the_largest_difference_is_relative_and_named():
     theirs = {"a": torch.tensor([3.0, 4.0]), "b": torch.tensor([0.0, 1e-9]), "count": torch.tensor(3)}
-    ours = {"a": torch.tensor([3.0, 4.5]), "b": torch.tensor([0.0, 2e-9]), "count": torch.tensor(4)}
+    ours = {"a": torch.tensor([3.0, 4.5]), "b": torch.tensor([0.0, 2e-9]), "count": torch.tensor(3)}
     found = largest_difference(ours, theirs)
     assert found.where == "a"
     assert found.size == pytest.approx(0.1)
@@ -201,6 +201,25 @@ def test_the_largest_difference_is_relative_and_named():
     assert largest_difference(ours, theirs).where == "b"
     del ours["b"]
     assert largest_difference(ours, theirs).size == torch.inf
+
+
+@pytest.mark.cases(
+    (torch.tensor([3 + 4j, 0]), torch.tensor([3 + 4j, 1j]), 0.2),
+    (torch.tensor(3), torch.tensor(4), 1.0),
+    (torch.tensor(2**60), torch.tensor(2**60 + 1), 1.0),
+    (torch.tensor([True, False, True, True]), torch.tensor([True, True, True, True]), 0.5),
+    (torch.tensor([1, 2]), torch.tensor([1, 2]), 0.0),
+    (torch.tensor([1.0]), torch.tensor([1]), torch.inf),
+    (torch.tensor([1.0]), torch.tensor([1.0 + 0j]), torch.inf),
+)
+def test_complex_numbers_are_compared_and_integers_exactly(reference, tested, size):
+    same = torch.tensor([1e6, 1.0])
+    assert largest_difference({"a": tested}, {"a": reference}).size == pytest.approx(size)
+    found = largest_difference({"a": reference, "same": same}, {"a": reference, "same": same})
+    assert found.size == 0
+    if not reference.is_complex():
+        found = largest_difference({"a": tested, "same": same}, {"a": reference, "same": same})
+        assert found.size == pytest.approx(size)
 
 
 def test_sample_hashes_depend_on_every_bit():

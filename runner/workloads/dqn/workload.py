@@ -151,13 +151,12 @@ class DQN(Workload):
         envs_per_process(self.env.num_envs, plan.num_data_ranks)
 
     def build_model(self) -> torch.nn.Module:
-        from torch.nn.modules.batchnorm import _BatchNorm
-
+        from runner.models.layers import normalizes_batches
         from runner.models.qnet import WithTarget
 
         with errors_under("model"):
             online = self.model.build(self.env.shape, self.env.num_actions)
-        if any(isinstance(module, _BatchNorm) for module in online.modules()):
+        if normalizes_batches(online):
             why = "its batch normalization would let an action depend on what is seen in other environments"
             raise self.model.refused(why, "use model.norm=group if it has it, or model=nature_cnn")
         pixel_scale = None if self.env.pixels is None else self.env.pixels.scale
