@@ -108,7 +108,7 @@ class State:
         if not isinstance(tag, str) or not (is_number or isinstance(given, str)):
             found = f"{given.dtype} {list(given.shape)}" if is_tensor else shortened(repr(given))
             raise TypeError(f"log({tag!r}, …) takes a tag, and one number or a text, and not {found}")
-        self._to_log[tag] = given.detach() if is_tensor else given if isinstance(given, str) else float(given)
+        self._to_log[tag] = given if isinstance(given, str) else given.detach() if is_tensor else float(given)
 
     def logged_by_hooks(self, own: Iterable[str]) -> dict[str, Any]:
         """Return what hooks have logged since the last call, by tag.

@@ -11,7 +11,6 @@ import hashlib
 import inspect
 import logging
 import os
-import pickle
 import re
 import shlex
 import sys
@@ -31,7 +30,7 @@ from runner.system.signals import is_of_signal
 
 log = logging.getLogger(__name__)
 _FILE = re.compile(r"([^:,]+\.py)(?::(\w+))?")
-_GROUPS = ("model", "data", "workload")
+_GROUPS = ("model", "data", "env", "workload")
 
 
 class Hooks(NamedTuple):
@@ -211,7 +210,7 @@ def find(part: str) -> Any:
     file = _given.files.get(part) or _given.files.get("workload")
     if file is None:
         return None
-    module, name = _loaded(file.path), file.name or part
+    module, name = executed(file.path), file.name or part
     if not hasattr(module, name) and part in _given.files:
         public = [key for key, value in vars(module).items() if key[:1] != "_" and not isinstance(value, ModuleType)]
         why = f"{shown(file.path)} defines no {name};"
@@ -222,12 +221,12 @@ def find(part: str) -> Any:
 def check_unused(groups: Iterable[str]) -> None:
     """Refuse misspelt names in the file of the workload, of which the config groups in `groups` take their part."""
     if (file := _given.files.get("workload")) is not None:
-        values = vars(_loaded(file.path))
+        values = vars(executed(file.path))
         given = {*values, *_given.objects, *_given.files, *(set(_GROUPS) - set(groups))}
         check_names(file.path, values["__source__"], values, [part for part in PARTS if part not in given])
 
 
-def _loaded(path: str) -> ModuleType:
+def executed(path: str) -> ModuleType:
     """Return the module in the file at `path`, which is executed anew only if it has changed."""
     content = Path(path).read_bytes()
     name = f"{Path(path).stem}_{hashlib.sha256(path.encode()).hexdigest()[:6]}"
@@ -293,44 +292,6 @@ def _watched(name: str, hook: Callable[..., object]) -> Callable[..., object]:
             warn("%s has set the learning rate: no effect, use optimizer.lr=… and schedule=…, which set it", name)
 
     return watched
-
-
-def pack(value: Any) -> bytes:
-    """Return `value`, which may have objects of the user, for `unpack` in a process that this process starts.
-
-    What can be imported is sent by its name, and what is defined in a script or a notebook, by value.
-
-    Raises:
-        ConfigError: if this is impossible.
-    """
-    import cloudpickle
-
-    try:
-        content = cloudpickle.dumps(value)
-    except Exception as error:
-        why = f"it cannot be sent to other processes ({type(error).__name__}: {error})"
-        remedy = "what is at the top level of a module can be sent; parallel=single data.workers=0 starts no processes"
-        raise ConfigError("code", ", ".join(_given.names()), why, remedy) from error
-    return pickle.dumps(([file.path for file in _given.files.values()], content))
-
-
-def unpack(content: bytes) -> Any:
-    """Return what `pack` has packed; the files of the user are executed first, as the objects may be defined there."""
-    paths, inner = pickle.loads(content)
-    for path in paths:
-        _loaded(path)
-    return pickle.loads(inner)
-
-
-def packed() -> bytes:
-    """Return the code that is given, packed for another process; empty if there is none."""
-    return pack(_given) if _given != UserCode() else b""
-
-
-def give_packed(content: bytes) -> None:
-    """Hold the code in this process that another has `packed`."""
-    if content:
-        give(unpack(content))
 
 
 def run_name(code: Mapping[str, str]) -> str:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from runner.config import user_code
+from runner.config import packed_code
 from runner.data.base import DataError
 from runner.system.cpu import cores_per_process
 from runner.system.forkserver import start_server, without_main_module
@@ -76,7 +76,7 @@ class Workers:
             if self._pool is None:
                 start_worker_server()
                 context = multiprocessing.get_context("forkserver")
-                packed = user_code.pack(self._functions) if self._functions else b""
+                packed = packed_code.pack(self._functions) if self._functions else b""
                 self._pool = ProcessPoolExecutor(self.count, context, _begin_worker, (packed,))
             with without_main_module():  # a worker may be started here
                 future = self._pool.submit(load, job)
@@ -151,7 +151,7 @@ def _begin_worker(packed: bytes) -> None:
     """Use one thread, and exit when the process of the run ends, even by SIGKILL: then nobody closes the queues."""
     global _functions
     torch.set_num_threads(1)
-    _functions = user_code.unpack(packed) if packed else ()
+    _functions = packed_code.unpack(packed) if packed else ()
     run = multiprocessing.parent_process()
     assert run is not None
 

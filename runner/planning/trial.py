@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
-from runner.config import user_code
+from runner.config import packed_code
 from runner.config.errors import ConfigError
 from runner.device import synchronize
 from runner.parallel.collectives import Collectives
@@ -72,7 +72,7 @@ class Trial:
         self._directory = tempfile.TemporaryDirectory(prefix="runner-trial-", ignore_cleanup_errors=True)
         self._connection, remote = Pipe()
         self._process = get_context("forkserver").Process(
-            target=_run_trial, args=(config, self._directory.name, remote, user_code.packed())
+            target=_run_trial, args=(config, self._directory.name, remote, packed_code.packed())
         )
         with without_main_module():
             self._process.start()  # once the server has imported torch, for which only the first trial waits
@@ -135,7 +135,7 @@ def _run_trial(config: dict[str, Any], directory: str, connection: Connection, p
     for stream in (1, 2):
         os.dup2(file, stream)
     try:
-        user_code.give_packed(packed)
+        packed_code.give_packed(packed)
         run = build_run(config)
         launcher = run.parallel.launcher(run.device)
         with launcher.connect() as process:

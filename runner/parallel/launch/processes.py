@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from runner.config import user_code
+from runner.config import packed_code
 from runner.config.errors import ConfigError
 from runner.parallel.collectives import Collectives, ProcessGroup
 from runner.parallel.launch import process_group
@@ -84,7 +84,7 @@ class LocalProcesses(Launcher):
 
     def launch(self, train: Train, train_rank: TrainRank, session: Session, directory: Path) -> Any:
         mode, count, restarts = self.mode, len(self.devices), 0
-        work = partial(_run_rank, user_code.packed(), train_rank, mode.collectives_class, mode.timeout, directory)
+        work = partial(_run_rank, packed_code.packed(), train_rank, mode.collectives_class, mode.timeout, directory)
         with StopRequest() as stop:
             while True:
                 shared_state, store = mode.allocate_shared_state(session), process_group.create_store()
@@ -200,7 +200,7 @@ def _run_rank(
                 os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
                 os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
                 os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(directory / "nccl_rank_"))
-            user_code.give_packed(packed)
+            packed_code.give_packed(packed)
             init_rank(rank_info, device, timeout, external=False)
             collectives = make_collectives([device], timeout, shared_state)
             result = train_rank(collectives)

@@ -23,7 +23,7 @@ from multiprocessing.process import BaseProcess, current_process
 from pathlib import Path
 from typing import NamedTuple
 
-from runner.config import user_code
+from runner.config import packed_code
 from runner.config.errors import check, check_range
 from runner.storage.files import is_locked
 from runner.sweeps.engines.base import Ended, Engine, Job, Pool
@@ -97,7 +97,7 @@ class LocalPool(Pool):
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
         if self._num_gpus:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-        arguments = (job.arguments, str(job.console), cores, threads, environment, user_code.packed())
+        arguments = (job.arguments, str(job.console), cores, threads, environment, packed_code.packed())
         start_server("torch")  # unless it is running: it may have died
         short = re.sub(r"[\w.]+\.(?=\w+=)", "", job.directory.name) or f"job {job.number}"  # 003-lr=0.1,seed=2
         process = get_context("forkserver").Process(target=_run_command, args=arguments, name=short)
@@ -169,7 +169,7 @@ def _run_command(
     sys.argv[1:] = arguments
     code = CRASHED
     try:
-        user_code.give_packed(packed)
+        packed_code.give_packed(packed)
         runpy.run_module("runner", run_name="__main__", alter_sys=True)  # as `python -m runner` does
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else CRASHED
