@@ -12,7 +12,7 @@ import math
 import shutil
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from runner.parallel.collectives import Collectives, encode
 from runner.parallel.session import Session
 from runner.result import CrashedError, Result
 from runner.run import Run, build_run, describe_model
-from runner.seeds import derive
+from runner.seeds import derive, random_states, set_random_states
 from runner.state import State
 from runner.storage.files import write_bytes
 from runner.storage.saved_run import config_yaml
@@ -79,6 +79,7 @@ def train(run: Run, session: Session, directory: Path, begin: Callable[[], None]
             introduce(state, recorder)
             try:
                 with torch_refusals(run):
+                    try_evaluation(state)
                     status, error = loop(state, take_step, recorder, progress, stop), ""
             except DivergedError as diverged:
                 status, error = "diverged", str(diverged)
@@ -279,6 +280,36 @@ def evaluate(state: State, recorder: Recorder, progress: Progress) -> bool:
     best = {f"best/{run.workload.selection[0]}": state.best["value"]} if state.best else {}
     recorder.scalars(best | state.logged_by_hooks((*metrics, *best)), state.step)
     return is_best
+
+
+def try_evaluation(state: State) -> None:
+    """Evaluate a few samples, so that what an evaluation of a user's code cannot do shows before the first step.
+
+    It leaves no trace: neither in modules and their buffers nor in the states of the generators.
+
+    Raises:
+        ConfigError: as in `EvaluationMetrics.trial`.
+    """
+    session, model = state.session, state.model
+    few_samples = session.workload.few_samples(2 * session.plan.eval_shard[1], session.device)
+    if few_samples is None:
+        return
+    before = random_states(session.devices)
+    attributes = [(module, {**vars(module)}, {**module._buffers}) for module in model.modules()]
+    values = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    with few_samples, torch.compiler.set_stance("force_eager") if session.compile else nullcontext():
+        model.eval()
+        state.run.parallel.evaluate(model)
+    for buffer, value in values:
+        buffer.copy_(value)
+    for module, own, buffers in attributes:
+        for name in [name for name in vars(module) if name not in own and name[0] != "_"]:
+            delattr(module, name)
+        vars(module).update(own)
+        module._buffers.clear()
+        module._buffers.update(buffers)
+    set_random_states(before, session.devices)
+    session.collectives.barrier()  # processes may share buffers
 
 
 def introduce(state: State, recorder: Recorder) -> None:

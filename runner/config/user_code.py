@@ -260,6 +260,18 @@ def errors_of(part: str) -> Iterator[None]:
         raise ConfigError(part, given, f"it raises {described(error)}", "correct it") from error
 
 
+def place(function: Any) -> str:
+    """Return where a function, or the class of another callable object, is defined, as ` (mine.py:12)`, if known."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    found = inspect.unwrap(function)
+    try:
+        source = found if hasattr(found, "__code__") or inspect.isclass(found) else type(found)
+        return f" ({shown(str(inspect.getsourcefile(source)))}:{inspect.getsourcelines(source)[1]})"
+    except (OSError, TypeError):  # of a function in C, or of what is typed in a console
+        return ""
+
+
 def hooks() -> Hooks:
     """Return the hooks that are given.
 

@@ -11,6 +11,7 @@ import torch
 
 from runner.batching import MicroBatch
 from runner.config.errors import ConfigError
+from runner.system.trees import map_leaves
 
 
 class Batch(NamedTuple):
@@ -134,9 +135,7 @@ class RegressionSamples(Samples):
 
 def copied(tree: Any) -> Any:
     """Return `tree` with a copy of each tensor, for code of the user, which may change its arguments in place."""
-    from torch.utils._pytree import tree_map  # here, as it would load torch
-
-    return tree_map(lambda each: each.clone() if isinstance(each, torch.Tensor) else each, tree)
+    return map_leaves(lambda each: each.clone() if isinstance(each, torch.Tensor) else each, tree)
 
 
 def shard_bounds(length: int, shard: tuple[int, int]) -> tuple[int, int]:

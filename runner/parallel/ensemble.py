@@ -16,6 +16,7 @@ from runner.parallel.collectives import ProcessGroup
 from runner.parallel.multiprocess import MultiProcess
 from runner.parallel.session import Session
 from runner.storage.value_checks import COUNT, check_like
+from runner.system.trees import map_leaves
 from runner.tracking.metrics import MetricSums
 
 
@@ -65,15 +66,24 @@ class Ensemble(MultiProcess):
             metrics["disagreement"] = int(tally[0]) / max(1, int(tally[1]))
         return metrics, sums
 
-    def _vote(self, model: torch.nn.Module, tally: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
+    def _vote(self, model: torch.nn.Module, tally: torch.Tensor, inputs: torch.Tensor) -> Any:
         """Return the members' vote on `inputs`, and count in `tally` the predictions: those that differ, and all."""
-        answer = model(inputs).float().contiguous()
-        outputs = [torch.empty_like(answer) for _ in range(self._session.world_size)]
-        torch.distributed.all_gather(outputs, answer)
-        stacked = torch.stack(outputs)
-        vote = self._session.workload.vote(stacked)
-        answers = stacked.argmax(-1)
-        tally += torch.stack([(answers != vote.argmax(-1)).sum(), torch.tensor(answers.numel(), device=tally.device)])
+        return map_leaves(partial(self._vote_of_tensor, tally), model(inputs))
+
+    def _vote_of_tensor(self, tally: torch.Tensor, answer: Any) -> Any:
+        if not isinstance(answer, torch.Tensor):
+            return answer
+        if answer.is_floating_point():
+            answer = answer.to(torch.promote_types(answer.dtype, torch.float32))
+        outputs = [
+            torch.empty_like(answer, memory_format=torch.contiguous_format) for _ in range(self._session.world_size)
+        ]
+        torch.distributed.all_gather(outputs, answer.contiguous())
+        stacked, workload = torch.stack(outputs), self._session.workload
+        vote = workload.vote(stacked)
+        if workload.outputs_are_scores:
+            answers = stacked.argmax(-1)
+            tally += torch.stack([(answers != vote.argmax(-1)).sum(), tally.new_tensor(answers.numel())])
         return vote
 
     def local_state(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -113,6 +114,13 @@ class Workload(ABC):
         """Return the `min` or `max` of each metric by which a run may end early; every evaluation measures them."""
         return dict([self.selection])
 
+    def few_samples(self, count: int, device: torch.device) -> AbstractContextManager[None] | None:
+        """Return a context in which `evaluate` takes only `count` samples, to find mistakes of a user's code early.
+
+        None (the default) if an evaluation runs no code of a user but the network.
+        """
+        return None
+
     @abstractmethod
     def evaluate(
         self, infer: Callable[[torch.Tensor], torch.Tensor], shard: tuple[int, int], device: torch.device
@@ -127,8 +135,11 @@ class Workload(ABC):
         """Return the evaluation metrics by name, given the sums over all ranks."""
 
     def vote(self, outputs: torch.Tensor) -> torch.Tensor:
-        """Combine the outputs of several models, [num_models, n, …], into one output per sample, [n, …]."""
-        return outputs.mean(0)
+        """Combine the outputs of several models, [num_models, n, …], into one output per sample, [n, …].
+
+        By default, it is the mean, or of whole numbers, what most models gave. It is called for each tensor of outputs.
+        """
+        return outputs.mean(0) if outputs.is_floating_point() or outputs.is_complex() else outputs.mode(0).values
 
     def images(self, sums: MetricSums) -> dict[str, torch.Tensor]:
         """Return pictures of the last evaluation, as in `Tracker.images`, given the sums over all ranks; on rank 0."""

@@ -18,8 +18,9 @@ from runner.data.base import Batch, DataError, LabeledSamples, Samples
 from runner.device import sum_dtype
 from runner.tracking.image_grids import class_shares, confusion_matrix, grid
 from runner.tracking.metrics import MetricSums
-from runner.workloads.evaluation_metrics import OF_CLASSES, Named
-from runner.workloads.supervised import DataWorkload
+from runner.workloads.evaluation_metrics import EvaluationMetrics
+from runner.workloads.named_metrics import OF_CLASSES, OF_COUNTS, Named, class_counts
+from runner.workloads.supervised import DataWorkload, comparable
 
 log = logging.getLogger(__name__)
 
@@ -94,6 +95,10 @@ class Classifier(DataWorkload[LabeledSamples]):
     def eval_metrics(self) -> dict[str, str]:
         return {"accuracy": "max", "loss": "min"} | ({"top5_accuracy": "max"} if self.top5 else {}) | self.extra.goals
 
+    def extra_metrics(self) -> EvaluationMetrics:
+        """Return the metrics for which the outputs of all samples are kept; counts of classes are enough for others."""
+        return super().extra_metrics().without(OF_COUNTS)
+
     @property
     def num_outputs(self) -> int:
         return self.train.num_classes
@@ -132,23 +137,28 @@ class Classifier(DataWorkload[LabeledSamples]):
         # `predictions` and `targets` are the class index plus 1 of each sample of the shard that could be read, and 0
         # for all others; `confidence` is in 1/1000, so that a rounding error does not change which are shown.
         shapes = dict.fromkeys(("correct", "top5", "count"), ()) | {"confusion": (matrix * matrix,)}
+        shapes |= {"class_counts": (3, num_classes)}
         shapes |= dict.fromkeys(("predictions", "targets", "confidence"), (len(self.held_out),))
         sums |= {name: torch.zeros(shape, dtype=torch.int64, device=device) for name, shape in shapes.items()}
         tally = self.extra.start(device)
         for indices, batch in self.held_out.in_order_with_indices(self.eval_batch_size, shard, device):
-            outputs = infer(batch.inputs).float()
+            outputs, _ = comparable(infer(batch.inputs), batch.targets)
             predicted, probabilities = outputs.argmax(1), outputs.softmax(1)
             sums["loss"] += torch.nn.functional.cross_entropy(outputs, batch.targets, reduction="sum")
             sums["correct"] += (predicted == batch.targets).sum()
             if self.top5:
-                sums["top5"] += (outputs.topk(5).indices == batch.targets[:, None]).sum()
+                # Of equal outputs, the first ones, as in `argmax`.
+                best = outputs.sort(dim=1, descending=True, stable=True).indices[:, :5]
+                sums["top5"] += (best == batch.targets[:, None]).sum()
             sums["count"] += len(batch.targets)
+            if any(name in OF_COUNTS for name in self._names):
+                sums["class_counts"] += class_counts(predicted, batch.targets, num_classes)
             if matrix:
                 sums["confusion"] += torch.bincount(batch.targets * matrix + predicted, minlength=matrix * matrix)
             sums["predictions"][indices] = predicted + 1
             sums["targets"][indices] = batch.targets + 1
             sums["confidence"][indices] = (1000 * probabilities.amax(1)).round().long()
-            tally.update(probabilities, batch.targets)
+            tally.update(outputs, batch.targets)
         return sums | tally.sums()
 
     def summarize(self, sums: MetricSums) -> dict[str, float]:
@@ -157,6 +167,8 @@ class Classifier(DataWorkload[LabeledSamples]):
             raise DataError("the held-out images", "none of them can be read", "check that they are images")
         means = {"loss": float(sums["loss"]) / count, "accuracy": int(sums["correct"]) / count}
         means |= {"top5_accuracy": int(sums["top5"]) / count} if self.top5 else {}
+        counts = sums["class_counts"].cpu().double()
+        means |= {name: float(OF_COUNTS[name](*counts)) for name in self._names if name in OF_COUNTS}
         return means | self.extra.compute(sums, sums["loss"].device)
 
     def details(self, sums: MetricSums) -> dict[str, Any]:

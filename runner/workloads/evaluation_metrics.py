@@ -1,34 +1,41 @@
-"""Evaluation metrics besides those of a workload: of torchmetrics, or functions of all held-out samples."""
+"""Evaluation metrics besides those of a workload: functions of all held-out samples, or objects of torchmetrics."""
 
 from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Callable, Container, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 
-from runner.config.errors import ABSENT, ConfigError, check, described, did_you_mean
+from runner.config import user_code
+from runner.config.errors import ABSENT, ConfigError, described
 from runner.data.base import copied
 from runner.device import sum_dtype
-from runner.system.import_path import is_installed
+from runner.system.trees import leaves_of, map_leaves
 from runner.tracking.metrics import MetricSums
 
 Metric: TypeAlias = Callable[..., Any]
 """A `torchmetrics.Metric`, or a function of (outputs, targets) of all samples, whose value is averaged if need be."""
 
+Kept: TypeAlias = "tuple[list[Any], torch.Tensor]"
+"""The leaves of the outputs of a batch, and its targets."""
+
 log = logging.getLogger(__name__)
 
 _KEY = "evaluation_metrics"  # in the metric sums
+_MISTAKES = AttributeError, ImportError, KeyError, NameError, TypeError
 
 
 class EvaluationMetrics:
-    """The metrics of an evaluation by name, computed from the shards of all processes.
+    """The metrics of an evaluation by name, whose values are those of all held-out samples at once.
 
     A workload calls `start` and `Tally.update` in `evaluate`, and adds `Tally.sums` to its metric sums, which the mode
-    combines; `summarize` calls `compute`. The states of torchmetrics objects are merged, if they allow it; for other
-    objects and for functions, the outputs and the targets of all samples are kept. No sample counts twice.
+    combines; `summarize` calls `compute`. The outputs and the targets of all samples are kept, unless all metrics are
+    objects of torchmetrics whose states can be added (see `Tally`). No sample counts twice.
 
     Args:
         metrics: the metrics by name. They are copied, not changed.
@@ -37,10 +44,40 @@ class EvaluationMetrics:
 
     def __init__(self, metrics: Mapping[str, Metric], goals: Mapping[str, str] = {}):
         self._metrics, self._warned, self.goals = dict(metrics), set[tuple[str, str]](), dict(goals)
+        self._like: Any = None  # outputs of a batch, for their structure
+        self._is_trial = False
+
+    @contextmanager
+    def trial(self) -> Iterator[None]:
+        """A context in which an evaluation of a few samples shows mistakes before the first step.
+
+        A metric that cannot be computed of them is NaN, as they may lack what it needs, such as samples of all classes.
+        But `ConfigError` is raised if it uses a name, an attribute, a key or an argument that does not exist, is no
+        number, or is an object of torchmetrics that does not take such outputs and targets.
+        """
+        self._is_trial = True
+        try:
+            with warnings.catch_warnings(action="ignore"):
+                yield
+        finally:
+            self._is_trial = False
+
+    def without(self, names: Container[str]) -> EvaluationMetrics:
+        """Return the metrics but those with `names`, which the caller computes; the goals are the same."""
+        return EvaluationMetrics({name: each for name, each in self._metrics.items() if name not in names}, self.goals)
 
     def start(self, device: torch.device) -> Tally:
         """Return a tally without samples, whose states are on `device`."""
-        return Tally(self._metrics, device)
+        return Tally(self, device)
+
+    @property
+    def names(self) -> list[str]:
+        return [*self._metrics]
+
+    def merged(self, device: torch.device) -> dict[str, Any]:
+        """Return objects of torchmetrics to count batches in, if the states of all can be added; or an empty dict."""
+        all_merge = all(_merges(metric) for metric in self._metrics.values())
+        return {name: _fresh(metric, device) for name, metric in self._metrics.items()} if all_merge else {}
 
     def compute(self, sums: MetricSums, device: torch.device) -> dict[str, float]:
         """Return the value of each metric, computed on `device`, given the metric sums over all ranks.
@@ -49,97 +86,158 @@ class EvaluationMetrics:
             ConfigError: if the value of a metric is neither a number nor an array of numbers.
         """
         parts, values = sums.get(_KEY, []), {}
-        samples = _samples(parts, device)
+        samples = self.joined([batch for part in parts for batch in part["samples"]], device)
         for name, metric in self._metrics.items():
+            states = [part["states"][name] for part in parts if name in part["states"]]
             with warnings.catch_warnings(record=True) as said:
                 warnings.simplefilter("always")
-                values[name] = _value(name, metric, parts, samples, device)
+                values[name] = self._value(name, metric, states, samples, device)
             for text in (str(each.message) for each in said):  # such as of a class without samples
-                if not text.startswith("The ``compute`` method") and (name, text) not in self._warned:
+                is_new = (name, text) not in self._warned and not self._is_trial
+                if is_new and not text.startswith("The ``compute`` method"):
                     log.warning("eval/%s: %s", name, text)
                     self._warned.add((name, text))
         return values
 
-    def try_on(self, outputs: Any, targets: torch.Tensor) -> None:
-        """Compute the metrics of a batch, so that mistakes in their code show before the first step.
-
-        Other errors are not raised: a batch may lack what a metric needs, such as samples of all classes.
-
-        Raises:
-            ConfigError: if a metric uses a name, an attribute or an argument that does not exist, or is no number.
-        """
-        for name, metric in self._metrics.items():
-            tally = Tally({name: metric}, targets.device)
-            try:
-                with warnings.catch_warnings(action="ignore"):
-                    tally.update(outputs, targets)
-                    parts = tally.sums()[_KEY]
-                    _value(name, metric, parts, _samples(parts, targets.device), targets.device)
-            except (NameError, AttributeError, TypeError) as error:
-                why = f"it raises {described(error)}"
-                raise ConfigError(f"metrics.{name}", ABSENT, why, "correct it") from error
-            except ConfigError:
+    def _value(
+        self, name: str, metric: Metric, states: list[Any], samples: tuple[Any, Any] | None, device: torch.device
+    ) -> float:
+        try:
+            with torch.inference_mode():
+                if hasattr(metric, "merge_state"):
+                    whole = _fresh(metric, device)
+                    for state in reversed(states):  # `merge_state` puts the samples of the argument first
+                        whole.merge_state(map_leaves(partial(torch.Tensor.to, device=device), state))
+                    if samples is not None:
+                        self.update(name, whole, *samples)
+                    value = whole.compute()
+                else:
+                    value = metric(*copied(samples or ()))
+        except ConfigError:
+            raise
+        except Exception as error:
+            if not self._is_trial:
                 raise
-            except Exception:
-                log.debug("metrics.%s cannot be computed of the first batch", name, exc_info=True)
+            if isinstance(error, _MISTAKES):
+                why = f"it raises {described(error)} for {_shapes(samples)}"
+                raise ConfigError(f"metrics.{name}", ABSENT, why, "correct it") from error
+            log.debug("metrics.%s cannot be computed of a few samples", name, exc_info=True)
+            return float("nan")
+        try:
+            return float(torch.as_tensor(value).cpu().double().mean())
+        except (TypeError, ValueError, RuntimeError):
+            why = f"it returns {value}, and not a number{user_code.place(metric)}"
+            remedy = "return one number, or an array whose mean is meant"
+            raise ConfigError(f"metrics.{name}", ABSENT, why, remedy) from None
+
+    def update(self, name: str, metric: Any, outputs: Any, targets: torch.Tensor) -> None:
+        """Count samples in an object of torchmetrics."""
+        try:
+            with torch.autocast(targets.device.type, enabled=False):
+                metric.update(*copied((outputs, targets)))
+        except Exception as error:
+            if not self._is_trial:
+                raise
+            why = f"it does not take {_shapes((outputs, targets))}: {described(error)}"
+            remedy = "choose the object for this task and this number of classes, or pass a function of both"
+            raise ConfigError(f"metrics.{name}", ABSENT, why, remedy) from error
+
+    def keep(self, outputs: Any, targets: torch.Tensor) -> Kept:
+        """Return samples for `joined`, without the types of their outputs, which other ranks could not decode."""
+        self._like = outputs
+        plain = (torch.Tensor, bool, int, float)
+        return [each if isinstance(each, plain) else None for _, each in leaves_of(outputs)], targets
+
+    def joined(self, batches: list[Kept], device: torch.device) -> tuple[Any, torch.Tensor] | None:
+        """Return the outputs, in the structure of those of a batch, and the targets of all samples that are kept."""
+        if not batches:
+            return None
+        lengths = [len(targets) for _, targets in batches]
+        like = [*leaves_of(self._like)]
+        if any(len(leaves) != len(like) for leaves, _ in batches):
+            why = "batches have outputs of different structures, which cannot be joined for the metrics"
+            raise ConfigError("model", ABSENT, why, "return the same structure for any number of samples")
+        columns = (
+            self._column(name, [leaves[number] for leaves, _ in batches], lengths, device)
+            for number, (name, _) in enumerate(like)
+        )
+        # What is neither a tensor nor a number is that of a batch.
+        joined = map_leaves(lambda leaf: leaf if (column := next(columns)) is None else column, self._like)
+        return joined, self._column("targets", [targets for _, targets in batches], lengths, device)
+
+    def _column(self, name: str, parts: list[Any], lengths: list[int], device: torch.device) -> Any:
+        """Return one tensor or number of all samples, given those of batches of these `lengths`."""
+        tensors = [torch.as_tensor(each).to(device) for each in parts if each is not None]
+        if len(tensors) < len(parts):
+            return None
+        if _are_rows(tensors, lengths):
+            return torch.cat(tensors)
+        if all(torch.equal(each, tensors[0]) for each in tensors):
+            return tensors[0] if isinstance(parts[0], torch.Tensor) else parts[0]
+        if name in ("", "targets"):
+            why = f"batches of {lengths[0]} and {lengths[-1]} samples have {name or 'outputs'} of the shapes "
+            why += f"{list(tensors[0].shape)} and {list(tensors[-1].shape)}, which cannot be joined for the metrics"
+            raise ConfigError(
+                "data" if name else "model", ABSENT, why, "return a row for each sample, all of one shape"
+            )
+        if (name, "") not in self._warned and not self._is_trial:
+            self._warned.add((name, ""))
+            log.warning("metrics: %s of the outputs has no rows of samples, and differs from batch to batch: NaN", name)
+        return torch.tensor(torch.nan, device=device)
 
 
 class Tally:
-    """What one process has seen of the samples of an evaluation."""
+    """What one process has seen of the samples of an evaluation.
 
-    def __init__(self, metrics: Mapping[str, Metric], device: torch.device):
-        self._merged = {name: _fresh(metric, device) for name, metric in metrics.items() if _merges(metric)}
-        self._keeps_samples = len(self._merged) < len(metrics)
-        self._samples: list[tuple[torch.Tensor, torch.Tensor]] = []
+    An object of torchmetrics takes outputs for logits if any of a call is outside [0, 1]. So that this does not depend
+    on the batches, outputs that are all inside are kept until some follow that are not, and are counted with these.
+    """
+
+    def __init__(self, owner: EvaluationMetrics, device: torch.device):
+        self._owner, self._device, self._merged = owner, device, owner.merged(device)
+        self._samples: list[Kept] = []
+        self._has_logits = False
 
     def update(self, outputs: Any, targets: torch.Tensor) -> None:
         """Count samples: their outputs and targets, [n, …] each, as the metrics take them."""
-        for metric in self._merged.values():
-            with torch.autocast(targets.device.type, enabled=False):
-                metric.update(*copied((outputs, targets)))
-        if self._keeps_samples:
-            self._samples.append((outputs, targets))
+        if self._merged and isinstance(outputs, torch.Tensor):
+            is_real = outputs.is_floating_point()
+            is_logits = is_real and not bool(((outputs >= 0) & (outputs <= 1)).all())
+            if not is_real or (is_logits and self._has_logits):
+                self._count()
+            self._has_logits |= is_logits
+        self._samples.append(self._owner.keep(outputs, targets))
+
+    def _count(self) -> None:
+        samples, self._samples = self._owner.joined(self._samples, self._device), []
+        for name, metric in self._merged.items():
+            if samples is not None:
+                self._owner.update(name, metric, *samples)
 
     def sums(self) -> MetricSums:
         """Return what `EvaluationMetrics.compute` needs of this process, as an item of the metric sums."""
         states = {name: metric.metric_state for name, metric in self._merged.items()}
-        return {_KEY: [{"states": states, "samples": self._samples}]} if states or self._keeps_samples else {}
+        return {_KEY: [{"states": states, "samples": self._samples}]} if self._owner.names else {}
 
 
-def _samples(parts: list[dict[str, Any]], device: torch.device) -> tuple[Any, Any] | None:
-    """Return the outputs and the targets of all samples, if they were kept."""
-    kept = [batch for part in parts for batch in part["samples"]]
-    return (_joined([outputs for outputs, _ in kept], device), _joined([y for _, y in kept], device)) if kept else None
+def _are_rows(tensors: list[torch.Tensor], lengths: list[int]) -> bool:
+    """Return whether tensors of batches of these `lengths` have one or several rows for each sample, of one shape."""
+    if any(each.dim() == 0 or each.shape[1:] != tensors[0].shape[1:] for each in tensors):
+        return False
+    ratio = len(tensors[0]) // lengths[0]
+    return all(len(each) == ratio * length > 0 for each, length in zip(tensors, lengths, strict=True))
 
 
-def _joined(parts: list[Any], device: torch.device) -> Any:
-    """Return the outputs of all samples, given those of batches: tensors, or dicts, lists and tuples of them."""
-    if isinstance(parts[0], torch.Tensor):
-        return torch.cat([each.to(device) for each in parts])
-    if isinstance(parts[0], Mapping):
-        return {key: _joined([each[key] for each in parts], device) for key in parts[0]}
-    return tuple(_joined(list(each), device) for each in zip(*parts, strict=True))
-
-
-def _value(
-    name: str, metric: Metric, parts: list[dict[str, Any]], samples: tuple[Any, Any] | None, device: torch.device
-) -> float:
-    from torch.utils._pytree import tree_map  # here, as it would load torch
-
-    with torch.inference_mode():
-        if _merges(metric):
-            whole = _fresh(metric, device)
-            for part in reversed(parts):  # `merge_state` puts the samples of the argument first
-                whole.merge_state(tree_map(lambda state: state.to(device), part["states"][name]))
-            value = whole.compute()
-        else:
-            assert samples is not None
-            value = (_fresh(metric, device) if hasattr(metric, "merge_state") else metric)(*copied(samples))
-    try:
-        return float(torch.as_tensor(value).cpu().double().mean())
-    except (TypeError, ValueError, RuntimeError):
-        why, remedy = f"it returns {value}, and not a number", "return one number, or an array whose mean is meant"
-        raise ConfigError(f"metrics.{name}", ABSENT, why, remedy) from None
+def _shapes(samples: tuple[Any, Any] | None) -> str:
+    """Return the types and shapes of outputs and targets in words."""
+    tensor = "{} of {}".format
+    found = [
+        tensor(str(each.dtype).removeprefix("torch."), list(each.shape))
+        if isinstance(each, torch.Tensor)
+        else type(each).__name__
+        for each in samples or ()
+    ]
+    return " and ".join(f"{name} {each}" for name, each in zip(("outputs", "targets"), found, strict=False))
 
 
 _MERGED = {"dim_zero_sum", "dim_zero_cat", "dim_zero_max", "dim_zero_min"}
@@ -147,9 +245,15 @@ _MERGED = {"dim_zero_sum", "dim_zero_cat", "dim_zero_max", "dim_zero_min"}
 
 
 def _merges(metric: Any) -> bool:
+    """Return whether counting batches is the same as counting all samples at once, but for the guess of logits.
+
+    It is not if the class is a user's own, which may average over a batch, or if something else is found in each call.
+    """
     reductions = getattr(metric, "_reductions", {})
     plain = {getattr(each, "__name__", "") for each in reductions.values()} <= _MERGED
-    return bool(reductions) and plain and metric.full_state_update is False
+    finds = getattr(metric, "data_range", 0) is None or getattr(metric, "ignore_index", None) is not None
+    is_known = type(metric).__module__.startswith("torchmetrics.") and not finds
+    return bool(reductions) and plain and is_known and metric.full_state_update is False
 
 
 def _fresh(metric: Any, device: torch.device) -> Any:
@@ -158,78 +262,3 @@ def _fresh(metric: Any, device: torch.device) -> Any:
         each.distributed_available_fn = bool  # False: it must not wait for other ranks, to add up what each has whole
     fresh.reset()
     return fresh
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Metrics that the option `workload.metrics` names
-
-
-class Named(NamedTuple):
-    """A class of torchmetrics, whether its `min` or `max` is best, and its arguments."""
-
-    cls: str
-    goal: str = "max"
-    arguments: Mapping[str, Any] = {}
-
-
-_OF_EACH_CLASS = {
-    "f1": "MulticlassF1Score",
-    "precision": "MulticlassPrecision",
-    "recall": "MulticlassRecall",
-    "specificity": "MulticlassSpecificity",
-    "jaccard": "MulticlassJaccardIndex",
-    "auroc": "MulticlassAUROC",
-    "average_precision": "MulticlassAveragePrecision",
-}
-
-OF_CLASSES: Mapping[str, Named] = {
-    **{name: Named(cls, arguments={"average": "macro"}) for name, cls in _OF_EACH_CLASS.items()},
-    **{f"{name}_weighted": Named(cls, arguments={"average": "weighted"}) for name, cls in _OF_EACH_CLASS.items()},
-    "balanced_accuracy": Named("MulticlassAccuracy", arguments={"average": "macro"}),
-    "cohen_kappa": Named("MulticlassCohenKappa"),
-    "mcc": Named("MulticlassMatthewsCorrCoef"),
-    "calibration_error": Named("MulticlassCalibrationError", "min"),
-}
-"""Metrics of probabilities [n, num_classes] and class indices [n]; `f1` is the mean over classes of their F1."""
-
-OF_NUMBERS: Mapping[str, Named] = {
-    "mse": Named("MeanSquaredError", "min", {"num_outputs": 0}),
-    "rmse": Named("MeanSquaredError", "min", {"num_outputs": 0, "squared": False}),
-    "mape": Named("MeanAbsolutePercentageError", "min"),
-    "smape": Named("SymmetricMeanAbsolutePercentageError", "min"),
-    "pearson": Named("PearsonCorrCoef", "max", {"num_outputs": 0}),
-    "spearman": Named("SpearmanCorrCoef", "max", {"num_outputs": 0}),
-    "concordance": Named("ConcordanceCorrCoef", "max", {"num_outputs": 0}),
-    "explained_variance": Named("ExplainedVariance"),
-}
-"""Metrics of predicted and true numbers, [n], or [n, num_targets] for several targets, over which they are averaged."""
-
-
-def named_metrics(table: Mapping[str, Named], names: Iterable[str], size: int) -> EvaluationMetrics:
-    """Return the metrics of torchmetrics with these `names` in `table`; `size` is the number of classes or targets.
-
-    One that is not defined is NaN, such as a correlation if all outputs are equal.
-    """
-    chosen = {name: table[name] for name in names}
-    metrics = {name: _object(named, size) for name, named in chosen.items()}
-    return EvaluationMetrics(metrics, {name: named.goal for name, named in chosen.items()})
-
-
-def _object(named: Named, size: int) -> Metric:
-    import torchmetrics.classification
-    import torchmetrics.regression
-
-    if named.cls.startswith("Multiclass"):
-        cls = getattr(torchmetrics.classification, named.cls)
-        return cls(num_classes=size, validate_args=False, **named.arguments)  # the checks would wait for the device
-    sized = {"num_outputs": size} if "num_outputs" in named.arguments else {}
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".* will save all targets and predictions")
-        return getattr(torchmetrics.regression, named.cls)(**{**named.arguments, **sized})
-
-
-def check_names(key: str, names: Iterable[str], table: Mapping[str, Named], task: str) -> None:
-    """Refuse `names` that are not in `table`, the metrics of `task`, or any if torchmetrics is not installed."""
-    for name in names:
-        check(name in table, key, list(names), f"{name} is not a metric of {task};", did_you_mean(name, table))
-        check(is_installed("torchmetrics"), key, name, "torchmetrics is not installed", "pip install torchmetrics")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -16,11 +15,8 @@ from runner.config.options import chosen_option
 from runner.data.base import RegressionSamples, Samples
 from runner.device import sum_dtype
 from runner.tracking.metrics import MetricSums
-from runner.workloads.evaluation_metrics import OF_NUMBERS, Named
+from runner.workloads.named_metrics import OF_NUMBERS, Named
 from runner.workloads.supervised import DataWorkload, comparable
-
-_OF_VARYING_TARGETS = {"pearson", "spearman", "concordance", "explained_variance"}
-"""Metrics that are not defined if all targets are equal, for which torchmetrics returns 0 or rounding errors."""
 
 
 @dataclass
@@ -111,7 +107,7 @@ class Regression(DataWorkload[RegressionSamples]):
             sums["target"] += targets.sum(0)
             sums["target_squared"] += targets.square().sum(0)
             sums["count"] += len(targets)
-            tally.update(*((values * scale[0] + scale[1]).squeeze(1) for values in (outputs, targets)))
+            tally.update(*(values * scale[0] + scale[1] for values in (outputs, targets)))
         return sums | tally.sums()
 
     def summarize(self, sums: MetricSums) -> dict[str, float]:
@@ -124,11 +120,9 @@ class Regression(DataWorkload[RegressionSamples]):
         varies = variation > 1e-12 * sums["target_squared"]  # by more than rounding errors
         ratio = sums["squared"] / torch.where(varies, variation, torch.ones_like(variation))
         r2 = torch.where(varies, 1 - ratio, (sums["squared"] == 0).double())
-        undefined = {} if bool(varies.all()) else dict.fromkeys(extra.keys() & _OF_VARYING_TARGETS, math.nan)
         return {
             "loss": float(sums["loss"].mean()) / count,
             "mae": float((sums["absolute"] * std).mean()) / count,
             "r2": float(r2.mean()),
             **extra,
-            **undefined,
         }

@@ -16,9 +16,11 @@ from runner.config.errors import check, check_choice, check_range, did_you_mean,
 from runner.data.base import Batch, Data, Samples
 from runner.model.base import Model
 from runner.storage.signature import check_same_names, check_same_samples
+from runner.system.trees import map_leaves
 from runner.tracking.metrics import BatchSums, batch_sums
 from runner.workloads.base import Workload
-from runner.workloads.evaluation_metrics import EvaluationMetrics, Named, check_names, named_metrics
+from runner.workloads.evaluation_metrics import EvaluationMetrics
+from runner.workloads.named_metrics import Named, check_names
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +69,7 @@ class DataWorkload(SupervisedWorkload, Generic[S]):
 
     def __post_init__(self) -> None:
         self.extra = EvaluationMetrics({})  # until the data is loaded
+        self._names = [name for name in self.metrics if name not in self.eval_metrics()]
         check_names("metrics", self._names, self.named_metrics, type(self).__name__)
         measured = [*self.eval_metrics(), *self.metrics]
         why, remedy = "evaluations do not measure it;", did_you_mean(self.best_metric or "", measured)
@@ -87,12 +90,9 @@ class DataWorkload(SupervisedWorkload, Generic[S]):
 
     def extra_metrics(self) -> EvaluationMetrics:
         """Return the metrics that evaluations measure besides those of the workload; called once the data is loaded."""
-        names = self._names
-        return named_metrics(self.named_metrics, names, self.num_outputs) if names else EvaluationMetrics({})
-
-    @property
-    def _names(self) -> list[str]:
-        return [name for name in self.metrics if name not in self.eval_metrics()]
+        chosen = {name: self.named_metrics[name] for name in self._names}
+        functions = {name: each.function for name, each in chosen.items()}
+        return EvaluationMetrics(functions, {name: each.goal for name, each in chosen.items()})
 
     @property
     def num_outputs(self) -> int:
@@ -216,10 +216,17 @@ def _sorted_names(signature: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def comparable(outputs: Any, targets: torch.Tensor) -> tuple[Any, torch.Tensor]:
-    """Return floating-point outputs and targets in float32, or in float64 if the outputs are: 16 bits are too few."""
+    """Return outputs and targets with their floating-point tensors in at least float32: 16 bits are too few.
+
+    Targets in floating point have the dtype of the outputs, if these are one tensor.
+    """
     if not targets.is_floating_point() and targets.dtype != torch.bool:
         targets = targets.long()  # losses take no other integers
-    if not isinstance(outputs, torch.Tensor) or not outputs.is_floating_point():
-        return outputs, targets
-    dtype = torch.promote_types(outputs.dtype, torch.float32)
-    return outputs.to(dtype), targets.to(dtype) if targets.is_floating_point() else targets
+    outputs = map_leaves(_at_least_float32, outputs)
+    is_real = isinstance(outputs, torch.Tensor) and outputs.is_floating_point()
+    return outputs, targets.to(outputs.dtype) if is_real and targets.is_floating_point() else targets
+
+
+def _at_least_float32(value: Any) -> Any:
+    is_real = isinstance(value, torch.Tensor) and value.is_floating_point()
+    return value.to(torch.promote_types(value.dtype, torch.float32)) if is_real else value

@@ -6,12 +6,12 @@ import copy
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch.nn.functional import cross_entropy, mse_loss
-from torch.utils._pytree import tree_map
 
 from runner.batching import Plan
 from runner.config import user_code
@@ -59,7 +59,7 @@ class UserWorkload(DataWorkload[Samples]):
 
     def use(self, train: Samples, held_out: Samples) -> None:
         self._of_classes = not _first(train).targets.is_floating_point()
-        given, self._mean_is_checked, self._metrics_are_tried = user_code.find("loss"), False, False
+        given, self._mean_is_checked = user_code.find("loss"), False
         self._loss: Any = copy.deepcopy(given) or (_cross_entropy if self._of_classes else _mean_squared_error)
         check(callable(self._loss), "loss", given, "it is no function of (outputs, targets)", "pass a function")
         if isinstance(given, torch.nn.Module):
@@ -129,25 +129,32 @@ class UserWorkload(DataWorkload[Samples]):
             raise ConfigError("model", ABSENT, why, "return a tensor, or pass a loss")
         loss = self._loss(*comparable(outputs, targets))
         if not isinstance(loss, torch.Tensor) or loss.dim():
-            found = list(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
-            raise ConfigError("loss", ABSENT, f"it returns {found}, and no scalar", "return the mean over the samples")
+            found = f"a tensor {list(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
+            why = f"it returns {found}, and no scalar{user_code.place(self._loss)}"
+            raise ConfigError("loss", ABSENT, why, "return the mean over the samples, a tensor without dimensions")
         return loss
 
     def loss_of(self, outputs: Any, targets: torch.Tensor) -> tuple[torch.Tensor, BatchSums]:
-        tried = None
-        if not self._metrics_are_tried and type(targets) is torch.Tensor:  # and not a fake one of a plan
-            self._metrics_are_tried = True
-            detached = tree_map(lambda each: each.detach() if isinstance(each, torch.Tensor) else each, outputs)
-            tried = copied((detached, targets))  # before the loss, which may change them in place
         loss = self.criterion(outputs, targets)
-        if tried is not None:
-            self.extra.try_on(*comparable(*tried))
         return loss, batch_sums(loss.detach(), loss.detach().new_zeros(len(targets), 0))
 
     def batches(self, model: torch.nn.Module, plan: Plan, after_step: int, device: torch.device) -> Iterator[Batch]:
         if isinstance(self._loss, torch.nn.Module):  # it may have class weights, for example
             self._loss.to(device, next((each.dtype for each in model.parameters()), torch.float32))
         return super().batches(model, plan, after_step, device)
+
+    @contextmanager
+    def few_samples(self, count: int, device: torch.device) -> Iterator[None]:
+        held_out, loss, checked = self.held_out, self._loss, self._mean_is_checked
+        is_array = isinstance(held_out, ArraySamples)
+        some = next(iter(held_out.in_order(2, (0, 1), device))) if is_array else _first(held_out)
+        inputs, targets = (each[torch.arange(count) % len(each)].to(device) for each in some)  # copies
+        self.held_out, self._loss, self._mean_is_checked = ArraySamples(inputs, targets), copy.deepcopy(loss), True
+        try:
+            with self.extra.trial():
+                yield
+        finally:
+            self.held_out, self._loss, self._mean_is_checked = held_out, loss, checked
 
     def evaluate(
         self, infer: Callable[[torch.Tensor], Any], shard: tuple[int, int], device: torch.device

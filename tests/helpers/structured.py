@@ -37,6 +37,13 @@ class Mixed(ModelOutput):
     logits: torch.Tensor
     extra: Any = None
 
+    def __reduce__(self) -> Any:
+        return type(self), tuple(self.__dict__[each.name] for each in fields(self))
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        super().__setitem__(key, value)
+        self.__dict__[key] = value
+
     def __post_init__(self) -> None:
         self.update({each.name: self.__dict__[each.name] for each in fields(self)})
 

@@ -137,6 +137,14 @@ def test_the_accuracy_of_mixed_samples_counts_the_class_with_more_weight():
     assert workload.sample_metrics(outputs, targets).tolist() == [[True], [False]]
 
 
+def test_the_predicted_class_is_among_the_best_five_where_outputs_are_equal():
+    workload = classifier("workload.top5=true")
+    sums = workload.evaluate(lambda inputs: torch.zeros(len(inputs), 10), (0, 1), CPU)
+    found, targets = workload.summarize(sums), workload.held_out.targets
+    assert found["accuracy"] == (targets == 0).double().mean()
+    assert found["top5_accuracy"] == (targets < 5).double().mean(), "the first ones, as in argmax"
+
+
 def test_top5_accuracy_counts_the_five_largest_outputs():
     workload = classifier("workload.top5=true", "stop.metric=eval/top5_accuracy", "stop.target=1")
     outputs = torch.randn(len(workload.held_out), 10)

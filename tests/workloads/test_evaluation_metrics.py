@@ -17,7 +17,8 @@ from runner.config.errors import ConfigError
 from runner.device import Device
 from runner.parallel.ddp import DDP
 from runner.workloads.classifier import Classifier
-from runner.workloads.evaluation_metrics import OF_CLASSES, OF_NUMBERS, EvaluationMetrics, named_metrics
+from runner.workloads.evaluation_metrics import EvaluationMetrics
+from runner.workloads.named_metrics import OF_CLASSES, OF_NUMBERS
 
 CPU = torch.device("cpu")
 MODES = {
@@ -87,7 +88,6 @@ def test_metrics_of_classes_are_those_of_all_held_out_samples_at_once(mode, rank
 @pytest.mark.parametrize("num_targets", [1, 2])
 @pytest.mark.parametrize("mode", ["single", "ddp"])
 def test_metrics_of_numbers_are_in_the_units_of_the_data(mode, num_targets, ranks, tmp_path):
-    require("torchmetrics")
     u, v = torch.rand(2, 190, generator=torch.Generator().manual_seed(0)).double()
     rows = torch.stack((u, v, 1000 + 5 * u - v * v, 3 * v), 1).tolist()
     (tmp_path / "t.csv").write_text("\n".join(["u,v,y,z", *(",".join(map(str, row)) for row in rows)]))
@@ -134,15 +134,6 @@ def shards_of(metrics: EvaluationMetrics, outputs: torch.Tensor, targets: torch.
     return joined
 
 
-def test_a_correlation_with_constants_is_nan():
-    require("torchmetrics")
-    metrics = named_metrics(OF_NUMBERS, ["pearson", "rmse"], 2)
-    outputs, targets = torch.tensor([[1.0, 1], [1, 2], [1, 3]]), torch.tensor([[3.0, 2], [5, 4], [1, 6]])
-    found = metrics.compute(shards_of(metrics, outputs, targets, 2, 1), CPU)
-    wanted = {"pearson": float("nan"), "rmse": ((20 / 3) ** 0.5 + (14 / 3) ** 0.5) / 2}
-    assert found == pytest.approx(wanted, nan_ok=True)
-
-
 def counted_in_rank() -> dict[str, float]:
     """In a rank: how many samples a torchmetrics object and a function see, of 3 of rank 0 and 4 of rank 1."""
     torchmetrics = require("torchmetrics")
@@ -172,13 +163,11 @@ def test_each_sample_counts_once_among_processes(ranks):
     assert ranks(2).call_on_all(counted_in_rank) == [{"states": 7, "samples": 7}] * 2
 
 
-def test_what_torchmetrics_warns_of_is_said_once(caplog):
-    """No sample is of the third class: the mean over classes counts it as 0, even if all predictions are right."""
-    require("torchmetrics")
-    metrics, outputs = named_metrics(OF_CLASSES, ["auroc"], 3), torch.eye(3)[:2]
+def test_a_class_without_samples_is_left_out_of_auroc_and_this_is_said_once(caplog):
+    metrics, logits = EvaluationMetrics({"auroc": OF_CLASSES["auroc"].function}), torch.eye(3)[:2]
     for _ in range(2):
-        found = metrics.compute(shards_of(metrics, outputs, torch.arange(2), 1, 1), CPU)
-        assert found == {"auroc": pytest.approx(2 / 3)}
+        found = metrics.compute(shards_of(metrics, logits, torch.arange(2), 1, 1), CPU)
+        assert found == {"auroc": 1}
     assert [record.args[0] for record in caplog.records if isinstance(record.args, tuple)] == ["auroc"]
 
 
@@ -224,9 +213,82 @@ def test_objects_and_functions_of_any_kind_see_each_sample_once_in_order():
     assert refused.value.key == "metrics.mine"
 
 
+def logits_of(*shape: int) -> torch.Tensor:
+    """Logits near 0, of which most pairs of rows might be probabilities."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(7)) * 0.6 + 0.4
+
+
+@pytest.mark.parametrize("sizes", [(24,), (1, 23), (13, 0, 11)])
+def test_objects_that_guess_whether_outputs_are_logits_see_all_samples_at_once(sizes):
+    """torchmetrics takes outputs for logits if one of a call is outside [0, 1]."""
+    torchmetrics = require("torchmetrics")
+    of = torchmetrics.classification
+    labels = torch.arange(24) * 5 % 7
+    binary, many, hot = labels % 2, labels % 3, torch.nn.functional.one_hot(labels % 3)
+    single, three = logits_of(24), logits_of(24, 3)
+    cases = [
+        *((each(), single, binary) for each in (of.BinaryAccuracy, of.BinaryF1Score, of.BinaryAUROC)),
+        (of.BinaryAccuracy(ignore_index=-1), single, binary.where(single >= 0, -1)),
+        (of.BinaryStatScores(), single.half(), binary),
+        (of.BinaryAveragePrecision(thresholds=20), single, binary),
+        (of.BinaryCalibrationError(), single, binary),
+        (of.BinaryHingeLoss(), single, binary),
+        *((each(3), three, many) for each in (of.MulticlassAUROC, of.MulticlassHingeLoss, of.MulticlassF1Score)),
+        (of.MulticlassCalibrationError(3), three, many),
+        (of.MultilabelAccuracy(3), three, hot),
+        (of.MultilabelRankingLoss(3), three, hot),
+        (of.BinaryAccuracy(), single.clamp(0, 1), binary),
+        (of.BinaryAccuracy(), (single > 0.4).long(), binary),
+        (of.BinaryAccuracy(), single.where(single > -0.5, torch.nan), binary),
+        (
+            torchmetrics.image.StructuralSimilarityIndexMeasure(),
+            logits_of(24, 1, 12, 12),
+            logits_of(24, 1, 12, 12) ** 2,
+        ),
+    ]
+    for metric, outputs, targets in cases:
+        fresh = metric.clone().set_dtype(torch.float64)
+        fresh.update(outputs, targets)
+        metrics = EvaluationMetrics({"metric": metric})
+        found = metrics.compute(shards_of(metrics, outputs, targets, *sizes), CPU)["metric"]
+        assert found == pytest.approx(float(fresh.compute().double().mean()), abs=1e-6, nan_ok=True), (
+            metric
+        )  # in float32
+
+
+def test_an_average_over_the_batch_in_a_class_of_a_users_own_is_that_of_all_samples():
+    torchmetrics = require("torchmetrics")
+
+    class Worst(torchmetrics.Metric):
+        full_state_update = False
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.add_state("total", torch.zeros(()), "sum")
+            self.add_state("count", torch.zeros(()), "sum")
+
+        def update(self, outputs: torch.Tensor, targets: torch.Tensor) -> None:
+            self.total += (outputs - targets).abs().max()
+            self.count += 1
+
+        def compute(self) -> torch.Tensor:
+            return self.total / self.count
+
+    metrics, outputs = EvaluationMetrics({"worst": Worst()}), torch.arange(7.0)
+    assert metrics.compute(shards_of(metrics, outputs, torch.zeros(7), 3, 4), CPU) == {"worst": 6}
+
+
+def test_logits_are_not_kept():
+    torchmetrics = require("torchmetrics")
+    tally = EvaluationMetrics({"accuracy": torchmetrics.classification.BinaryAccuracy()}).start(CPU)
+    for _ in range(50):
+        tally.update(torch.tensor([-3.0, 3]), torch.tensor([0, 1]))
+    [part] = tally.sums()["evaluation_metrics"]
+    assert len(part["samples"]) == 1
+
+
 @pytest.mark.parametrize(("name", "pick"), [("f1", max), ("calibration_error", min)])
 def test_the_best_checkpoint_is_that_of_the_chosen_metric(name, pick, tmp_path):
-    require("torchmetrics")
     words = (*TINY_CPU, "steps=20", "eval_every=4", "optimizer.lr=0.5", "workload.metrics=[f1,calibration_error]")
     found = train_in(tmp_path, build_composed_run(*words, f"workload.best_metric={name}", "keep=1")).result
     values = dict(scalar_curves(tmp_path)[f"eval/{name}"])
@@ -249,9 +311,6 @@ def test_names_that_cannot_be_measured_are_refused(monkeypatch, tmp_path):
         with pytest.raises(ConfigError) as refused:
             build_composed_run(*words)
         assert (refused.value.key, remedy in refused.value.remedy) == (key, True), words
-    monkeypatch.setitem(sys.modules, "torchmetrics", None)
-    with pytest.raises(ConfigError) as refused:
-        build_composed_run("workload.metrics=[f1]")
-    assert refused.value.remedy == "pip install torchmetrics"
-    words = ("steps=1", "workload.metrics=[accuracy,loss]")  # nothing imports it unless one of its metrics is named
+    monkeypatch.setitem(sys.modules, "torchmetrics", None)  # it is needed for objects of a user's alone
+    words = ("steps=1", "workload.metrics=[accuracy,loss,f1,auroc]")
     assert train_in(tmp_path, build_composed_run(*TINY_CPU, *words)).result.status == "done"

@@ -8,7 +8,6 @@ import pytest
 import torch
 from helpers.compose import build_composed_run, compose_config, prepare_session, train_in
 from helpers.events import scalar_curves
-from helpers.extras import require
 from helpers.plain_loop import STEPS, Function, PlainResult, PlainSettings, largest_difference, plain_loop, weights_at
 from helpers.runs import assert_bitwise_equal, run_outcome
 from torch.nn import functional
@@ -125,7 +124,6 @@ def test_r2_of_equal_targets_is_that_of_scikit_learn(error, r2):
 
 
 def test_metrics_that_compare_with_the_variation_of_targets_are_nan_if_these_are_equal():
-    require("torchmetrics")
     names = ["pearson", "spearman", "concordance", "explained_variance", "rmse"]
     inputs, targets = torch.arange(3.0)[:, None], torch.full((3, 1), 0.1)
     found = evaluated(inputs, targets, targets + inputs, f"workload.metrics=[{','.join(names)}]")

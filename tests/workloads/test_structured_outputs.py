@@ -1,15 +1,24 @@
-"""Networks whose outputs are dicts, tuples, named tuples and dataclasses, in every command."""
+"""Networks whose outputs are dicts, tuples, named tuples and dataclasses, and that return more in training."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import torch
 from helpers import structured
+from helpers.plain_loop import weights_at
 from helpers.structured import NETWORKS
-from helpers.user_objects import TENSORS
+from helpers.user_objects import TENSORS, Net
+from torch import nn
+from torch.nn.functional import cross_entropy
 
 import runner
+from runner.config.errors import ConfigError
 
 CPU = ["device=cpu", "device.threads=1", "optimizer=sgd", "optimizer.lr=0.05", "batch_size=12", "log_every=1"]
+SHORT = [*CPU, "steps=2", "eval_every=1", "save_every=0", "workload.eval_batch_size=4", "tracking=none"]
+METRICS = {"accuracy": structured.accuracy, "squares": structured.squares}
 
 
 @pytest.fixture(autouse=True)
@@ -17,7 +26,132 @@ def _elsewhere(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.mark.parametrize("network", NETWORKS)
+def train(words: list[str], model: Any, **code: Any) -> Any:
+    return runner.train([*SHORT, *words], **{"data": TENSORS, "model": model, **code})
+
+
+def measured(result: Any, network: Any) -> dict[str, float]:
+    """Return the loss and the metrics of all held-out samples at once, with the weights of a run."""
+    model, (inputs, targets) = network(), TENSORS[1].tensors
+    model.load_state_dict(weights_at(result.directory, result.steps))
+    with torch.no_grad():
+        outputs = model.eval()(inputs)
+        values = {name: metric(outputs, targets).double().mean() for name, metric in METRICS.items()}
+        loss = torch.stack([structured.loss(model(inputs[rows]), targets[rows]) for rows in torch.arange(21).split(1)])
+    return {"loss": float(loss.mean())} | {name: float(value) for name, value in values.items()}
+
+
+@pytest.mark.parametrize("network", [structured.OfDict, structured.OfFrozen])
 def test_verify_compares_outputs_of_any_structure(network):
     found = runner.verify(["accumulation=2", *CPU], model=network, data=TENSORS, loss=structured.loss)
     assert found.verdict == 0, str(found)
+
+
+@pytest.mark.cases(
+    *((network, []) for network in NETWORKS),
+    (structured.OfFrozen, ["parallel=ddp"]),
+    (structured.OfMixed, ["parallel=fsdp"]),
+    (structured.OfNamed, ["parallel=ensemble"]),
+    ids=lambda value: "-".join(value) or "single" if isinstance(value, list) else value.__name__,
+)
+def test_loss_and_metrics_get_what_the_network_returned(network, mode):
+    result = train(mode, network, loss=structured.loss, metrics=METRICS)
+    prefix = "eval/member_0/" if "parallel=ensemble" in mode else "eval/"
+    found = {name: result.evaluation[prefix + name] for name in ("loss", *METRICS)}
+    assert found == pytest.approx(measured(result, network), rel=1e-5)
+
+
+def test_an_evaluation_of_a_saved_run_has_the_same_outputs():
+    given = {"loss": structured.loss, "metrics": METRICS}
+    result = train([], structured.OfMixed, **given)
+    run = runner.load(result.directory, model=structured.OfMixed, data=TENSORS, **given)
+    assert run.evaluate("last") == pytest.approx(result.evaluation)
+    assert type(run.model("last")(TENSORS[1].tensors[0])) is structured.Mixed
+
+
+class Auxiliary(Net):
+    """Two heads in training, one in evaluations; its forward pass leaves traces everywhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+        self.passes = 0
+
+    def forward(self, x: torch.Tensor) -> Any:
+        self.calls, self.passes, self.cached = self.calls + 1, self.passes + 1, x
+        outputs = super().forward(x) + torch.rand(()) * 0
+        return (outputs, outputs * 2) if self.training else outputs
+
+
+def auxiliary_loss(outputs: Any, targets: torch.Tensor) -> torch.Tensor:
+    heads = outputs if isinstance(outputs, tuple) else (outputs,)
+    return sum(cross_entropy(each, targets) for each in heads) / len(heads)  # type: ignore[return-value]
+
+
+def test_metrics_are_tried_on_what_evaluations_return():
+    given = {"loss": auxiliary_loss, "metrics": {"accuracy": lambda outputs, targets: outputs.argmax(1) == targets}}
+    result = train([], Auxiliary, **given)
+    model, (inputs, targets) = Auxiliary(), TENSORS[1].tensors
+    model.load_state_dict(weights_at(result.directory, 2))
+    right = float((model.eval()(inputs).argmax(1) == targets).double().mean())
+    assert result.evaluation["eval/accuracy"] == pytest.approx(right)
+    # Two steps, and two evaluations of 21 samples, 4 at a time: the trial has left no trace.
+    assert weights_at(result.directory, 2)["calls"] == 2 + 2 * 6
+
+
+def test_the_trial_of_an_evaluation_leaves_random_numbers_and_attributes_as_they_were():
+    seen: list[Any] = []
+
+    class Watched(Auxiliary):
+        def forward(self, x: torch.Tensor) -> Any:
+            state = self.passes, hasattr(self, "cached"), torch.get_rng_state().clone(), self.calls.clone()
+            if self.training:
+                seen.append(state)
+            return super().forward(x)
+
+    class Untried(Watched):
+        """In training only: the evaluation after the last step comes late."""
+
+    for network, data in ((Watched, TENSORS), (Untried, TENSORS)):
+        train(["steps=1"], network, loss=auxiliary_loss, data=data)
+    (passes, cached, random, calls), (_, _, other, _) = seen
+    assert (passes, cached, float(calls)) == (0, False, 0)
+    assert torch.equal(random, other)
+
+
+class Wrong(nn.Module):
+    def __call__(self, outputs: Any, targets: Any) -> Any:
+        return {"loss": cross_entropy(outputs, targets)}
+
+
+@pytest.mark.cases(
+    ("MulticlassAccuracy", {"num_classes": 5}),
+    ("BinaryAccuracy", {}),
+    ("MultilabelAccuracy", {"num_labels": 3}),
+)
+def test_objects_of_torchmetrics_for_another_task_are_refused_before_the_first_step(name, arguments):
+    of = pytest.importorskip("torchmetrics.classification")
+    steps: list[int] = []
+    metrics = {"mine": getattr(of, name)(**arguments)}
+    with pytest.raises(ConfigError) as refused:
+        train([], Net, metrics=metrics, after_step=lambda state: steps.append(state.step))
+    assert refused.value.key == "metrics.mine"
+    assert "float32 of [2, 3]" in refused.value.why
+    assert not steps
+
+
+@pytest.mark.cases(
+    ("metrics", {"mine": lambda outputs, targets: outputs.logits.mean()}, "metrics.mine"),
+    ("metrics", {"mine": lambda outputs, targets: {"a": 1}}, "metrics.mine"),
+    ("loss", Wrong(), "loss"),
+    ("loss", lambda outputs, targets: {"loss": 1}, "loss"),
+    ("loss", lambda outputs, targets: (outputs - 1).square(), "loss"),
+    ids=["attribute", "dict", "module", "function", "no scalar"],
+)
+def test_what_is_wrong_in_a_loss_or_a_metric_is_said_with_its_line(part, given, key):
+    steps: list[int] = []
+    with pytest.raises(ConfigError) as refused:
+        train([], Net, **{part: given}, after_step=lambda state: steps.append(state.step))
+    assert refused.value.key == key
+    assert "test_structured_outputs.py:" in refused.value.why
+    assert not steps
