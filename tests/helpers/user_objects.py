@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.nn.functional import huber_loss
-from torch.utils.data import Dataset, IterableDataset, TensorDataset
+from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
 
 class Net(nn.Module):
@@ -128,6 +128,81 @@ class LosesItsGradient:
 
 def logs_a_vector(state: Any) -> None:
     state.log("a", torch.ones(3))  # no number
+
+
+class Normalized(TensorDataset):
+    def __getitem__(self, index: Any) -> Any:
+        x, y = super().__getitem__(index)
+        return x / 4 - 1, y
+
+
+class NormalizedSubset(Subset):
+    def __getitem__(self, index: Any) -> Any:
+        x, y = super().__getitem__(index)
+        return x / 4 - 1, y
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [self[index] for index in indices]
+
+
+class ByLists(TensorDataset):
+    """A data set whose samples a `DataLoader` takes from `__getitems__`."""
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [(self.tensors[0][i] / 4 - 1, self.tensors[1][i]) for i in indices]
+
+
+class Half(TensorDataset):
+    def __len__(self) -> int:
+        return super().__len__() // 2
+
+
+MODULE_RNG = np.random.default_rng(0)
+
+
+class Shift:
+    """A transform with a generator of its own."""
+
+    def __init__(self):
+        self.generator = random.Random(0)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.generator.random()
+
+
+class Noisy(Dataset):
+    """A data set that draws from every kind of generator except the global ones, in many places."""
+
+    shared = np.random.default_rng()
+
+    def __init__(self, count: int):
+        self.count, self.transforms, self.torch = count, [Shift(), self.legacy], torch.Generator()
+        self.rng, self.old = np.random.default_rng(1), np.random.RandomState(1)
+        more = np.random.Generator(np.random.Philox(3))
+        self.closure = lambda x: x + more.random()
+
+    def legacy(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.old.rand() + self.shared.random() + MODULE_RNG.random()
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> Any:
+        x = torch.full((5,), float(index)) + torch.rand(5, generator=self.torch) + self.rng.random()
+        for transform in (*self.transforms, self.closure):
+            x = transform(x)
+        return x.float(), index % 3
+
+
+class Counts(Plain):
+    """A data set whose samples change each time that they are read."""
+
+    reads = 0
+
+    def __getitem__(self, index: int) -> Any:
+        self.reads += 1
+        x, y = super().__getitem__(index)
+        return x + self.reads, y
 
 
 class ScalesInPlace(nn.Linear):

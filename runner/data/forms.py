@@ -1,0 +1,154 @@
+"""What users pass as data: data sets, lists, tensors, arrays and tables, in one of two forms."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from numbers import Integral, Real
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    TensorDataset,
+    default_collate,
+    default_convert,
+)
+
+from runner.config.errors import ConfigError, check, shortened
+
+log = logging.getLogger(__name__)
+
+
+def is_pair(given: Any) -> bool:
+    """Return whether something is two data sets; (inputs, targets) and a list of two samples are one."""
+    if not isinstance(given, tuple | list) or len(given) != 2:
+        return False
+    is_two = all(isinstance(each, Dataset | DataLoader) for each in given)
+    return is_two or (isinstance(given, tuple) and not _are_arrays(given))
+
+
+def _are_arrays(pair: Iterable[Any]) -> bool:
+    return all(hasattr(each, "__array__") for each in pair)  # of torch, NumPy and pandas
+
+
+def map_style(given: Any) -> Any:
+    """Return a `TensorDataset` of inputs and targets, or another map-style data set; refuse what is neither."""
+    name = type(given).__name__
+    if isinstance(given, type):
+        given = given()
+    of = given
+    if type(given) is TensorDataset:  # a subclass may change the samples
+        given = given.tensors
+    if type(given) is Subset and type(given.dataset) is TensorDataset:
+        given = tuple(tensor[list(given.indices)] for tensor in given.dataset.tensors)
+    if isinstance(given, tuple) and given and _are_arrays(given):
+        why = f"it has {len(given)} arrays, and a sample is (input, target)"
+        remedy = "pass (inputs, targets), or ((inputs, targets), (held-out inputs, held-out targets)); what a loss "
+        remedy += "needs besides can be columns of the targets: torch.column_stack([targets, weights])"
+        check(len(given) == 2, "", name, why, remedy)
+        inputs, targets = map(_tensor, given)
+        why = f"there are {len(inputs)} inputs and {len(targets)} targets"
+        check(0 < len(inputs) == len(targets), "", name, why, "pass one target for each input")
+        made = TensorDataset(single(inputs), targets)
+        made.classes = _classes_of(of)  # pyright: ignore[reportAttributeAccessIssue]
+        return made
+    remedy = "pass data sets with __len__ and __getitem__, lists of (input, target), or tensors (inputs, targets)"
+    if isinstance(given, DataLoader):
+        lost = ", ".join(_choices_of(given))
+        remedy = f"pass loader.dataset, and do in its __getitem__ and __len__ what its {lost} did" * bool(lost)
+        why = "the batches are made by the runner: of all samples, each once an epoch, in random order"
+        raise ConfigError("", name, why, remedy or "pass loader.dataset")
+    why = "its samples have no index, so that they cannot be shuffled, divided and resumed"
+    check(not isinstance(given, IterableDataset), "", name, why, "pass a map-style Dataset, or list(dataset)")
+    is_map_style = hasattr(given, "__getitem__") and hasattr(given, "__len__")
+    check(is_map_style and not isinstance(given, tuple | dict | str), "", name, "it is no map-style data set", remedy)
+    check(len(given) > 0, "", name, "it is empty", "pass one with samples")
+    return given
+
+
+def _tensor(given: Any) -> torch.Tensor:
+    """Return a tensor of what is given: a tensor, an array or a table, whose columns may have several types."""
+    if isinstance(given, torch.Tensor):
+        return given.detach()
+    if hasattr(given, "isna"):  # of pandas
+        kinds = given.dtypes if given.ndim == 2 else [given.dtype]
+        if not all(isinstance(kind, np.dtype) for kind in kinds):  # what is missing would become NaN
+            given = given.astype(object)
+    array, name = given if isinstance(given, np.ndarray) else np.array(given), type(given).__name__
+    check(array.ndim > 0, "", name, "it is a single value, and not an array", "pass arrays of samples")
+    if np.ma.is_masked(array):
+        masked = np.argwhere(np.ma.getmaskarray(array))
+        where = "".join(f", column {column}" for column in masked[0][1:2])
+        why = f"row {masked[0][0]}{where} is masked, as are {len(masked) - 1} other values: they would be fill values"
+        raise ConfigError("", name, why, "leave these samples out, or replace what is masked: array.filled(value)")
+    if array.dtype.kind not in "biufc":
+        is_number = (array.dtype == object and isinstance(each, Real | np.bool_) for each in array.flat)
+        where = next(
+            (index for index, found in zip(np.ndindex(array.shape), is_number, strict=True) if not found), None
+        )
+        if where is not None:
+            columns = getattr(given, "columns", range(where[-1] + 1))
+            place = f"row {where[0]}" + "".join(f", column {columns[index]}" for index in where[1:2])
+            why, remedy = f"{place} is {array[where]!r}, no number", "encode text, dates and categories as numbers"
+            raise ConfigError("", name, why, f"{remedy}, and replace what is missing")
+        array = np.array(array.tolist())
+    kind, dtype = array.dtype.kind, array.dtype.newbyteorder("=")
+    if kind == "u" and array.dtype.itemsize > 1:  # types for which torch has few operations
+        why = f"{array.max(initial=0)} is larger than the largest integer of torch, 2⁶³ − 1"
+        check(array.max(initial=0) < 2**63, "", name, why, "subtract an offset, or use floating-point numbers")
+        dtype = np.dtype(np.int64)
+    if array.dtype.itemsize > 8 * (1 + (kind == "c")):  # long double
+        dtype = np.dtype(np.complex128 if kind == "c" else np.float64)
+    return torch.as_tensor(np.ascontiguousarray(np.asarray(array), dtype))
+
+
+def single(inputs: torch.Tensor) -> torch.Tensor:
+    """Return inputs in float32 if they are in another precision, as float64 of NumPy: precision=64 converts back."""
+    return inputs.float() if inputs.is_floating_point() else inputs
+
+
+def _choices_of(loader: DataLoader) -> list[str]:
+    """Return the names of the arguments of a loader with which it makes other batches than the runner."""
+    kinds = {"sampler": (SequentialSampler, RandomSampler, type(None)), "batch_sampler": (BatchSampler, type(None))}
+    lost = [name for name, usual in kinds.items() if type(getattr(loader, name)) not in usual]
+    lost += ["sampler"] if type(loader.sampler) is RandomSampler and loader.sampler.replacement else []
+    lost += ["collate_fn"] if loader.collate_fn not in (default_collate, default_convert) else []
+    return lost + ["worker_init_fn"] * (loader.worker_init_fn is not None)
+
+
+def _classes_of(dataset: Any) -> Any:
+    """Return the attribute `classes` of a data set, or of the one in it; None if there is none."""
+    while (found := getattr(dataset, "classes", None)) is None and hasattr(dataset, "dataset"):
+        dataset = dataset.dataset
+    return found
+
+
+def class_names(dataset: Any) -> list[str]:
+    """Return the names in the attribute `classes` of a data set: a list, an array, a mapping, or their number.
+
+    The list is empty if there is none; what is neither is not used, and this is said.
+    """
+    given = found = _classes_of(dataset)
+    if hasattr(found, "tolist"):  # of torch, NumPy and pandas
+        found = found.tolist()
+    if isinstance(found, Integral) and not isinstance(found, bool):
+        found = range(int(found))
+    if isinstance(found, Mapping):  # from a name to its index, or from an index to its name
+        found = [*(found if all(isinstance(each, Integral) for each in found.values()) else found.values())]
+    if isinstance(found, set | frozenset):
+        found = sorted(found, key=str)
+    is_list = isinstance(found, list | tuple | range) and not any(isinstance(each, list) for each in found)
+    names = [str(each) for each in found] if is_list else []
+    if given is not None and len({*names}) < max(1, len(names)):
+        text = "data: the attribute classes of %s is not used: it is %s, not a list of different names or their number"
+        log.warning(text, type(dataset).__name__, shortened(repr(given)))
+        return []
+    return names

@@ -1,0 +1,80 @@
+"""Random number generators that a data set holds: they are seeded for each sample, as the global ones are."""
+
+from __future__ import annotations
+
+import functools
+import random
+import sysconfig
+from collections import deque
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from types import CellType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+
+from runner.seeds import derive
+
+_MAX_OBJECTS, _MAX_ITEMS = 500, 64
+_KINDS = (np.random.Generator, np.random.BitGenerator, np.random.RandomState, random.Random, torch.Generator)
+_LEAVES = (torch.Tensor, np.ndarray, str, bytes, int, float, complex, type(None), ModuleType)
+_LIBRARIES = ("-packages/", f"{sysconfig.get_path('stdlib')}/", "<frozen")
+
+
+def generators_of(root: Any) -> list[Any]:
+    """Return the generators of NumPy, `random` and torch that `root` holds, always in the same order.
+
+    They are searched for in attributes of objects, as of transforms and of data sets inside; in short lists, tuples and
+    mappings; and in what functions and classes refer to, unless they are those of a library.
+    """
+    found, seen, waiting = [], dict[int, Any](), deque([root])
+    while waiting and len(seen) < _MAX_OBJECTS:
+        each = waiting.popleft()
+        if isinstance(each, _LEAVES) or id(each) in seen:
+            continue
+        seen[id(each)] = each  # kept, as the identity of one that is gone may be that of the next
+        if isinstance(each, _KINDS):
+            found.append(each)
+        else:
+            waiting += _held_by(each)
+    return found
+
+
+def seed_all(generators: Iterable[Any], seed: int) -> None:
+    """Let each of `generators` draw from a seed of its own, derived from `seed`."""
+    for number, generator in enumerate(generators):
+        own = derive(seed, "generator", number)
+        if isinstance(generator, torch.Generator):
+            generator.manual_seed(own)
+        elif isinstance(generator, random.Random):
+            generator.seed(own)
+        else:
+            bits = getattr(generator, "bit_generator", getattr(generator, "_bit_generator", generator))
+            with suppress(Exception):  # of a bit generator of another kind, which `Fetch` finds to draw other numbers
+                bits.state = type(bits)(own).state
+
+
+def _held_by(value: Any) -> Iterable[Any]:
+    if isinstance(value, Mapping | list | tuple):
+        return [] if len(value) > _MAX_ITEMS else [*value.values()] if isinstance(value, Mapping) else value
+    if isinstance(value, FunctionType):
+        if not _is_of_the_user(value):
+            return []
+        names = (value.__globals__.get(name) for name in value.__code__.co_names)
+        return [*(value.__closure__ or ()), *names, *(value.__defaults__ or ())]
+    if isinstance(value, CellType):
+        with suppress(ValueError):  # it is empty
+            return [value.cell_contents]
+        return []
+    if isinstance(value, type):
+        held = [getattr(each, "fget", getattr(each, "__func__", each)) for each in vars(value).values()]
+        functions = [each for each in held if isinstance(each, FunctionType)]
+        return held if any(map(_is_of_the_user, functions)) else []
+    if isinstance(value, MethodType | functools.partial):
+        return [getattr(value, name, None) for name in ("__self__", "__func__", "func", "args", "keywords")]
+    return [*getattr(value, "__dict__", {}).values(), *type(value).__mro__]
+
+
+def _is_of_the_user(function: FunctionType) -> bool:
+    return not any(library in function.__code__.co_filename for library in _LIBRARIES)
