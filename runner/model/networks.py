@@ -12,6 +12,8 @@ import torch
 
 from runner.config.errors import ABSENT, ConfigError, check, check_choice, check_range, did_you_mean, see_comments
 from runner.model.base import Model
+from runner.system import torch_errors
+from runner.system.fake_tensors import build_with_values
 from runner.system.import_path import is_installed
 
 
@@ -133,13 +135,15 @@ class NamedModel(Model):
         if self.name not in names:
             raise ConfigError("name", self.name, "there is no network of this name;", did_you_mean(self.name, names))
         try:
-            model = self.create(shape, num_classes)
+            model = build_with_values(lambda: self.create(shape, num_classes))
             inputs = torch.zeros(1, *shape, device=next(model.parameters()).device)
             with torch.no_grad():
                 outputs = model.eval()(inputs)
         except ConfigError:
             raise
         except Exception as error:  # libraries check few of their arguments
+            if without_values := torch_errors.value_read(error):
+                raise ConfigError(*without_values) from None
             said = f"{type(error).__name__}: {error}".splitlines()[0]
             why = f"it cannot be built for images of {'×'.join(map(str, shape))} ({said})"
             remedy = "larger images (data.size, if the data set has it), other model.options, or another model.name"

@@ -14,6 +14,7 @@ from runner.config import user_code
 from runner.config.errors import ABSENT, check
 from runner.model.base import Model
 from runner.seeds import seeded
+from runner.system.fake_tensors import build_with_values
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +41,7 @@ class UserModel(Model):
             remedy = f"write a function without arguments: lambda: {getattr(given, '__name__', 'Net')}(…)"
             why = f"its arguments are not known ({', '.join(free)}): only shape and num_classes are passed"
             check({*free} <= {*sizes}, "", user_code.given().names().get("model"), why, remedy)
-            model = given(**{name: sizes[name] for name in free})
+            model = build_with_values(lambda: given(**{name: sizes[name] for name in free}))
         check(isinstance(model, torch.nn.Module), "", type(model).__name__, "it is no torch.nn.Module", "return one")
         return _plain(model)
 

@@ -29,7 +29,7 @@ from runner.parallel.launch.processes import LocalProcesses
 from runner.parallel.pipeline import Pipeline
 from runner.parallel.pipelining.partition import Partition, balanced, first_inputs
 from runner.parallel.session import Session
-from runner.planning.step_tracker import Costs, StepTracker
+from runner.planning.step_tracker import FLOPS, Costs, StepTracker
 from runner.run import Run
 from runner.state import State
 from runner.system.fake_tensors import fake_process_group, fake_tensors
@@ -131,7 +131,7 @@ def block_flops(run: Run, session: Session) -> dict[str, int]:
         x = first_inputs(model, session, session.plan.chunk_size)
         x = x.to(next(model.parameters()).dtype) if x.is_floating_point() else x
         for name, block in blocks_of(model):
-            with FlopCounterMode(display=False) as counter:
+            with FlopCounterMode(display=False, custom_mapping=FLOPS) as counter:
                 with run.precision.autocast():
                     x = block(x.detach().requires_grad_(bool(found)))
                 if x.requires_grad:

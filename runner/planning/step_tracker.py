@@ -11,7 +11,7 @@ from unittest.mock import patch
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import conv_flop_count, flop_registry
 
 KINDS: tuple[str, ...] = ("parameters", "gradients", "optimizer state", "data", "activations", "temporary")
 """What memory is used for.
@@ -32,6 +32,22 @@ _COLLECTIVES = {
     "send": "send",
 }
 """The name of each collective, by the name of torch's operation."""
+
+
+def _convolution_backward_flops(
+    gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *others: Any, **_: Any
+) -> int:
+    """Return the operations of a backward pass: as many as in the forward pass for each of the two gradients.
+
+    torch's formula counts all pairs of channels for the gradient of the weight, also if they are in different groups.
+    """
+    transposed, _output_padding, _groups, output_mask = others[-4:]
+    return sum(output_mask[:2]) * conv_flop_count([*x.shape], [*weight.shape], [*gradient.shape], transposed)
+
+
+setattr(_convolution_backward_flops, "_get_raw", True)  # noqa: B010  # of tensors, not of their shapes
+FLOPS = {**flop_registry, torch.ops.aten.convolution_backward: _convolution_backward_flops}
+"""The function that counts the floating-point operations of an operator, given its arguments, by operator."""
 
 
 @dataclass
@@ -119,8 +135,8 @@ class StepTracker(TorchDispatchMode):
         if sum(self.current.values()) + workspace > sum(self.peak.values()):
             self.peak = self.current | {"temporary": self.current["temporary"] + workspace}
         packet, times = func.overloadpacket, 1 + self._further if self._number == 2 else 1
-        if packet in flop_registry:
-            flops = times * flop_registry[packet](*args, **(kwargs or {}), out_val=result)
+        if packet in FLOPS:
+            flops = times * FLOPS[packet](*args, **(kwargs or {}), out_val=result)
             self.costs.flops += flops
             self.costs.backward_flops += flops if _in_backward() else 0
         elif func.namespace == "c10d" and (name := _COLLECTIVES.get(packet.__name__)) is not None:

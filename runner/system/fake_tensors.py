@@ -34,6 +34,36 @@ def fake_tensors() -> Iterator[Any]:
         yield stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
 
 
+def build_with_values(build: Callable[[], torch.nn.Module]) -> torch.nn.Module:
+    """Return the module that `build` creates; within `fake_tensors`, also if `build` reads values of tensors.
+
+    Such a module is created with memory, but without random weights, and its parameters and buffers are made fake.
+    """
+    mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    if mode is None:
+        return build()
+    from torch._subclasses import fake_tensor
+
+    random = torch.random.get_rng_state()
+    try:
+        return build()
+    except (fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException):
+        torch.random.set_rng_state(random)
+    with fake_tensor.unset_fake_temporarily():
+        module = build()
+    copies: dict[int, Any] = {}
+    for part in module.modules():
+        for tensors in (part._parameters, part._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None and id(tensor) not in copies:  # a tied weight stays one
+                    like = {"dtype": tensor.dtype, "device": tensor.device, "layout": tensor.layout}
+                    fake = torch.empty_strided(tensor.shape, tensor.stride(), **like)
+                    is_parameter = isinstance(tensor, torch.nn.Parameter)
+                    copies[id(tensor)] = torch.nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
+                tensors[name] = None if tensor is None else copies[id(tensor)]
+    return module
+
+
 _FUSED_UPDATES = tuple(
     f"_fused_{name}_{overload}" for name in ("sgd", "adam", "adamw", "adagrad") for overload in ("", ".tensor_lr")
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import traceback
 from typing import Any
 
 import torch
@@ -35,6 +36,8 @@ def nondeterministic_operation(error: BaseException) -> str:
 
 def refusal(error: BaseException) -> tuple[str, Any, str, str] | None:
     """Return the key, value, reason and remedy of a config error in place of `error`; None for other errors."""
+    if reads := value_read(error):
+        return reads
     if "find_unused_parameters" in str(error):
         why = "a step does not use all parameters, and DistributedDataParallel waits for the gradient of each"
         return "parallel.find_unused", False, why, "parallel.find_unused=true"
@@ -66,6 +69,16 @@ def refusal(error: BaseException) -> tuple[str, Any, str, str] | None:
         remedy = "let the function that makes the network call it once: net(torch.zeros(1, …))"
         return "model", "UninitializedParameter", "its lazy layers have no sizes yet", remedy
     return None
+
+
+def value_read(error: BaseException) -> tuple[str, Any, str, str] | None:
+    """Return what `refusal` returns for an error of a fake tensor whose value was asked for; None for other errors."""
+    if type(error).__name__ not in ("DataDependentOutputException", "DynamicOutputShapeException"):
+        return None
+    places = [f"{each.filename}:{each.lineno}" for each in traceback.extract_tb(error.__traceback__)]
+    where = next((place for place in reversed(places) if "/torch/" not in place and "/runner/" not in place), "")
+    why = f"a plan computes with tensors without values, and the code asks for one ({error.args[0]}, {where})"
+    return "model", ABSENT, why, "run a step instead (steps=1), or let no shape and no branch depend on values"
 
 
 def compiler_refusal(error: BaseException, whole_step: bool) -> tuple[str, str] | None:

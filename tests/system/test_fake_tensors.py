@@ -6,11 +6,12 @@ from typing import Any
 import pytest
 import torch
 from helpers.compose import build_composed_run
-from torch import distributed
+from torch import distributed, nn
 from torch._subclasses import fake_tensor
 
 from runner.config.options import option_files
-from runner.system.fake_tensors import fake_process_group, fake_tensors
+from runner.system.fake_tensors import build_with_values, fake_process_group, fake_tensors
+from runner.system.torch_errors import refusal
 
 
 def test_a_module_is_moved_converted_and_copied_without_values():
@@ -57,3 +58,46 @@ def test_optimizers_update_fake_tensors_without_creating_real_tensors(optimizer,
         state = [value for values in update.state.values() for value in values.values()]
         assert state
         assert all(getattr(each, "fake_mode", None) is mode for each in state)
+
+
+class DropPaths(nn.Module):
+    """Computes its rates with tensors, as timm's networks do."""
+
+    def __init__(self):
+        super().__init__()
+        rates = [rate.item() for rate in torch.linspace(0, 0.1, 3)]
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Dropout(rate)) for rate in rates))
+        self.tied, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4, dtype=torch.float64)
+        self.tied.weight = self.layers[0][0].weight
+        self.norm.bias.requires_grad_(False)
+        self.register_buffer("absent", None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layers(x) + self.tied(x)
+        return x if x.max() > 0 else -x
+
+
+def described(model: nn.Module) -> dict[str, tuple]:
+    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
+    return {name: (tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad) for name, tensor in tensors}
+
+
+def test_a_network_that_reads_values_while_it_is_built_is_built_with_fake_tensors():
+    real = DropPaths()
+    with fake_tensors() as mode:
+        fake = build_with_values(DropPaths)
+        assert described(fake) == described(real)
+        assert all(tensor.fake_mode is mode for tensor in [*fake.parameters(), *fake.buffers()])
+        assert fake.tied.weight is fake.layers[0][0].weight
+        assert isinstance(fake.tied.weight, nn.Parameter)
+        assert [layer[1].p for layer in fake.layers] == [layer[1].p for layer in real.layers]
+
+
+def test_reading_a_value_in_forward_is_refused_by_the_place_in_the_code():
+    with fake_tensors():
+        model = build_with_values(DropPaths)
+        with pytest.raises(Exception) as reads:
+            model(torch.zeros(2, 4))
+    key, _, why, _ = refusal(reads.value)
+    assert key == "model"
+    assert f"{__file__}:" in why
