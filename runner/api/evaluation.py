@@ -19,7 +19,7 @@ from runner.storage.checkpoint import load
 from runner.storage.manifest import DamagedError, verified_manifest
 from runner.storage.saved_run import saved_config
 from runner.storage.signature import saved_signature
-from runner.training import initial_state
+from runner.training import initial_state, try_evaluation
 
 
 class Evaluation(NamedTuple):
@@ -92,6 +92,7 @@ def _evaluate(run: Run, session: Session, checkpoint: Path) -> tuple[dict[str, f
     with run.settings(session.device):
         state = initial_state(run, session, checkpoint.parent.parent)
         state.load(load(checkpoint, session.rank))
+        try_evaluation(state)
         state.model.eval()
         with state.average.applied():
             metrics, sums = run.parallel.evaluate(state.model)

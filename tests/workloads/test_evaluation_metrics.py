@@ -256,6 +256,17 @@ def test_objects_that_guess_whether_outputs_are_logits_see_all_samples_at_once(s
         )  # in float32
 
 
+def test_scores_of_single_samples_are_ordered_as_all_are():
+    """Scores from -2 to 1.8, one in each call: torchmetrics takes some for logits, and others for probabilities."""
+    torchmetrics = require("torchmetrics")
+    scores = torch.arange(-2, 2, 0.2)
+    metrics = EvaluationMetrics({"auroc": torchmetrics.AUROC(task="binary")})
+    tally = metrics.start(CPU)
+    for score in scores:
+        tally.update(score[None], (score > 0).long()[None])
+    assert metrics.compute(tally.sums(), CPU) == {"auroc": 1}
+
+
 def test_an_average_over_the_batch_in_a_class_of_a_users_own_is_that_of_all_samples():
     torchmetrics = require("torchmetrics")
 

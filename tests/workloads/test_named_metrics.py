@@ -211,3 +211,55 @@ def test_metrics_of_numbers_are_those_of_scikit_learn_and_scipy(case):
             assert math.isnan(value(name, *mixed)) == (
                 name in ("pearson", "spearman", "concordance", "explained_variance")
             )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Examples of public reports against other tools: what they computed was another value
+
+
+def test_large_logits_keep_their_order():
+    """A sigmoid or softmax in float32 makes ties of them, and the area 0.5."""
+    logits = torch.tensor([98.0950, 98.4612, 98.1145, 98.1506, 97.6037, 98.9425, 99.2644, 99.5014, 99.7280])
+    targets = torch.tensor([0, 1, 1, 1, 1, 1, 1, 1, 1])
+    wanted = sklearn.metrics.roc_auc_score(targets, logits)
+    assert wanted == 0.875
+    found = value("auroc", torch.stack((torch.zeros(9), logits), 1), targets)
+    assert found == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize("scale", [1e-4, 1e-12, 1e12])
+def test_a_correlation_does_not_depend_on_the_unit(scale):
+    generator = torch.Generator().manual_seed(42)
+    outputs = torch.rand(200, 1, generator=generator).double()
+    targets = outputs + 0.1 * torch.randn(200, 1, generator=generator)
+    wanted = scipy.stats.pearsonr(outputs.flatten(), targets.flatten())[0]
+    assert value("pearson", outputs * scale, targets * scale) == pytest.approx(wanted, rel=1e-9)
+
+
+def test_a_constant_that_has_no_finite_binary_fraction_has_no_correlation():
+    """The sum of 254 times 0.3, divided by 254, is not 0.3."""
+    numbers, constant = torch.arange(254.0).double()[:, None], torch.full((254, 1), 0.3, dtype=torch.float64)
+    for name in ("pearson", "spearman", "concordance"):
+        assert math.isnan(value(name, numbers, constant)), name
+        assert math.isnan(value(name, constant, numbers)), name
+    assert math.isnan(value("explained_variance", numbers, constant))
+
+
+def test_ranks_of_equal_numbers_are_their_mean():
+    outputs, targets = [1.0, 0, 4, 1, 0, 3, 0], [4.0, 0, 3, 3, 3, 1, 1]
+    wanted = scipy.stats.spearmanr(outputs, targets)[0]
+    assert wanted == pytest.approx(0.3529411764705882)
+    columns = (torch.tensor(each, dtype=torch.float64)[:, None] for each in (outputs, targets))
+    assert value("spearman", *columns) == pytest.approx(wanted, rel=1e-12)
+
+
+def test_a_perfect_rank_correlation_is_exactly_1():
+    numbers = torch.tensor([1.0, 2, 4, 3, 7])[:, None]
+    assert value("spearman", numbers, numbers.exp()) == 1
+
+
+def test_half_precision_outputs_that_are_close_have_a_correlation():
+    outputs = torch.tensor([0.4746, 0.4805, 0.4766, 0.4805, 0.4766, 0.4805, 0.4785, 0.4824, 0.4805]).half().double()
+    targets = torch.tensor([0.0336, 0.3676, 0.6302, 0.7192, 0.2295, 0.2886, 0.6302, 0.7096, 0.0208]).double()
+    wanted = scipy.stats.pearsonr(outputs, targets)[0]
+    assert value("pearson", outputs[:, None], targets[:, None]) == pytest.approx(wanted, rel=1e-9)

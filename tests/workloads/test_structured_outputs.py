@@ -69,6 +69,15 @@ def test_an_evaluation_of_a_saved_run_has_the_same_outputs():
     assert type(run.model("last")(TENSORS[1].tensors[0])) is structured.Mixed
 
 
+@pytest.mark.parametrize("engine", ["processes", "streams"])
+def test_a_pipeline_refuses_outputs_that_are_no_tensor(engine):
+    network = nn.Sequential(nn.Linear(5, 5), structured.OfDict())
+    with pytest.raises(ConfigError) as refused:
+        train(["parallel=pipeline", f"parallel.engine={engine}"], network, loss=structured.loss)
+    assert refused.value.key == "parallel"
+    assert "returns a dict" in refused.value.why
+
+
 class Auxiliary(Net):
     """Two heads in training, one in evaluations; its forward pass leaves traces everywhere."""
 

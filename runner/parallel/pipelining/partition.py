@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, cast
 
@@ -182,12 +183,19 @@ def profile_blocks(model: torch.nn.Module, inputs: torch.Tensor, session: Sessio
     for name, block in blocks_of(model):
         copied = copy.deepcopy(block)
         move(copied.train(timed), x.device, session.channels_last)
+        copied.register_forward_hook(partial(_check_output, name))
         # The inputs of the first block are data, which need no gradient.
         seconds = _median_seconds(copied, x.detach().clone().requires_grad_(bool(profiles)), autocast) if timed else 0.0
         with torch.no_grad(), autocast():
             x = copied(x)
         profiles.append(BlockProfile(name, seconds, tuple(x.shape[1:]), x.dtype))
     return profiles
+
+
+def _check_output(name: str, block: torch.nn.Module, inputs: Any, output: Any) -> None:
+    why = f"block {name} returns a {type(output).__name__}, and stages and their outputs are one tensor each"
+    remedy = "let it return a tensor, or choose parallel=ddp or fsdp"
+    check(isinstance(output, torch.Tensor), "parallel", "pipeline", why, remedy)
 
 
 def _median_seconds(block: torch.nn.Module, x: torch.Tensor, autocast: Callable[[], AbstractContextManager]) -> float:
