@@ -18,13 +18,18 @@ from runner.storage.files import open_regular
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
-"""The formats that Pillow may decode. Other formats are refused: for an EPS file, Pillow would start Ghostscript."""
+_COMMON = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
+_OTHERS = ("AVIF", "DDS", "DIB", "ICNS", "ICO", "JPEG2000", "PCX", "PSD", "QOI", "SGI", "SUN", "TGA", "XBM", "XPM")
+FORMATS = (*_COMMON, *_OTHERS)
+"""The formats that Pillow may decode, by itself and from files that a signature identifies, or, for TGA, their name.
+
+Other formats are refused: for an EPS file, Pillow would start Ghostscript.
+"""
 
 MAX_BYTES = 256 * 2**20
 """The maximum size of a file in bytes. An image of more than 89,478,485 pixels is refused, too: Pillow warns of it."""
 
-_ORIENTATION, _SWAPPED = 0x0112, (5, 6, 7, 8)  # EXIF tag, and its values that swap width and height
+_ORIENTATION = 0x0112  # EXIF tag
 _BITS_PER_SAMPLE, _PHOTOMETRIC, _WHITE_IS_ZERO = 0x0102, 0x0106, 0  # TIFF tags, and a value of the second
 
 
@@ -55,30 +60,28 @@ class ImageReader:
             if num_bytes > MAX_BYTES:
                 raise ValueError(f"it has {num_bytes:,} bytes, more than {MAX_BYTES:,}")
             content = io.BytesIO(file.read(num_bytes))
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("error", Image.DecompressionBombWarning)
-                opened = Image.open(content, formats=FORMATS)
-        except UnidentifiedImageError:  # its message names the buffer, not the file
-            raise ValueError(f"it is not an image in one of the formats {', '.join(FORMATS)}") from None
-        with opened as image:
-            square = self._scaled(image, for_training and self.augment == "crop")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # of EXIF data that is damaged
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            try:
+                opened = Image.open(content, formats=_COMMON)
+            except UnidentifiedImageError:
+                opened = _other_format(content, os.path.splitext(path)[1].lower())
+            with opened as image:
+                square = self._scaled(image, for_training and self.augment == "crop")
         if for_training and self.augment != "none" and torch.rand(1) < 0.5:  # as RandomHorizontalFlip
             square = square.flip(2)
         return square
 
     def _scaled(self, image: Image, random_crop: bool) -> torch.Tensor:
         import numpy
-        from PIL import ImageOps
         from PIL.JpegImagePlugin import JpegImageFile
 
-        if is_jpeg := isinstance(image, JpegImageFile):  # not decoded before the crop is known
-            swapped = image.getexif().get(_ORIENTATION) in _SWAPPED
-            width, height = image.size[::-1] if swapped else image.size
-        else:
-            ImageOps.exif_transpose(image, in_place=True)
-            image = _in_8_bits(image)
-            width, height = image.size
+        is_jpeg = isinstance(image, JpegImageFile)  # which is not decoded before the crop is known
+        if not is_jpeg:
+            image.load()  # before the EXIF data is read, which may follow the pixels
+            image = _in_8_bits(_upright(image))
+        width, height = image.size[::-1] if is_jpeg and _orientation(image) > 4 else image.size
         if random_crop:
             from torchvision.transforms import RandomResizedCrop  # evaluations do not need it
 
@@ -95,7 +98,7 @@ class ImageReader:
             enough = 2 * self.size / min(box_width, box_height)
             if enough < 1:
                 image.draft(None, (math.ceil(image.size[0] * enough), math.ceil(image.size[1] * enough)))  # pyright: ignore[reportArgumentType]
-            ImageOps.exif_transpose(image, in_place=True)
+            image = _upright(image)
         shrunk = image.size[0] / width
         edges = (left, top, left + box_width, top + box_height)
         crop = image.crop([round(edge * shrunk) for edge in edges])  # pyright: ignore[reportArgumentType]
@@ -104,6 +107,37 @@ class ImageReader:
         pixels = torch.from_numpy(numpy.array(crop)).permute(2, 0, 1)
         size = (self.size, self.size)
         return torch.nn.functional.interpolate(pixels[None], size, mode="bilinear", antialias=True)[0]
+
+
+def _other_format(content: io.BytesIO, extension: str) -> Image:
+    from PIL import Image, UnidentifiedImageError
+
+    Image.init()  # loads more decoders, of which a version of Pillow may lack some
+    named = Image.registered_extensions().get(extension)
+    try:
+        formats = [name for name in _OTHERS if name in Image.OPEN and (Image.OPEN[name][1] or name == named)]
+        return Image.open(content, formats=formats)
+    except UnidentifiedImageError:  # its message names the buffer, not the file
+        raise ValueError(f"it is not an image in one of the formats {', '.join(FORMATS)}") from None
+
+
+def _orientation(image: Image) -> int:
+    """Return the orientation in the EXIF data, from 1 to 8, which swaps width and height if it is above 4."""
+    try:
+        value = image.getexif().get(_ORIENTATION, 1)
+    except Exception:  # Pillow raises anything for damaged data
+        return 1
+    return int(value) if value in range(1, 9) else 1
+
+
+def _upright(image: Image) -> Image:
+    """Turn an image as its EXIF data says; `ImageOps.exif_transpose` fails to write odd values of other tags."""
+    from PIL.Image import Transpose
+
+    turns = (Transpose.FLIP_LEFT_RIGHT, Transpose.ROTATE_180, Transpose.FLIP_TOP_BOTTOM, Transpose.TRANSPOSE)
+    turns += (Transpose.ROTATE_270, Transpose.TRANSVERSE, Transpose.ROTATE_90)
+    orientation = _orientation(image)
+    return image.transpose(turns[orientation - 2]) if orientation > 1 else image
 
 
 def _in_8_bits(image: Image) -> Image:

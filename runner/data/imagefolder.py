@@ -115,8 +115,9 @@ class ImageFolder(Augmented):
 # The images of each class, which are recognized by their file names: no file is opened
 
 EXTENSIONS = (
-    ".apng", ".bmp", ".gif", ".jfif", ".jpe", ".jpeg", ".jpg", ".pbm", ".pgm", ".png", ".pnm", ".ppm", ".tif",
-    ".tiff", ".webp",
+    ".apng", ".avif", ".avifs", ".bmp", ".bw", ".dds", ".dib", ".gif", ".icb", ".icns", ".ico", ".j2c", ".j2k", ".jfif",
+    ".jp2", ".jpc", ".jpe", ".jpeg", ".jpf", ".jpg", ".jpx", ".pbm", ".pcx", ".pgm", ".png", ".pnm", ".ppm", ".psd",
+    ".qoi", ".ras", ".rgb", ".rgba", ".sgi", ".tga", ".tif", ".tiff", ".vda", ".vst", ".webp", ".xbm", ".xpm",
 )  # fmt: skip
 """The extensions of the formats in `runner.data.decode.FORMATS`, except `.pfm`, whose pixels are no integers."""
 SPLITS = ("train", "val", "valid", "validation", "test")

@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from torchvision.transforms import v2
 
-from runner.data.decode import MAX_BYTES, ImageReader
+from runner.data.decode import FORMATS, MAX_BYTES, ImageReader
 
 T = Image.Transpose
 STORED = [T.FLIP_LEFT_RIGHT, T.ROTATE_180, T.FLIP_TOP_BOTTOM, T.TRANSPOSE, T.ROTATE_90, T.TRANSVERSE, T.ROTATE_270]
@@ -120,7 +120,53 @@ def test_the_orientation_of_every_format_is_applied(tmp_path, extension, augment
         assert largest_difference(read, expected) <= (8 if extension == "jpg" else 0), orientation
 
 
-@pytest.mark.parametrize("extension", ["png", "jpg", "bmp", "tif", "webp", "gif"])
+def exif(*entries: tuple[int, int, int, bytes]) -> bytes:
+    """Return EXIF data of entries (tag, type, count, value), however odd; long values follow the entries."""
+    head, extra, end = struct.pack("<2sHLH", b"II", 42, 8, len(entries)), b"", 10 + 12 * len(entries) + 4
+    for tag, kind, count, value in sorted(entries):
+        place = value.ljust(4, b"\0") if len(value) <= 4 else struct.pack("<L", end + len(extra))
+        head, extra = head + struct.pack("<HHL", tag, kind, count) + place, extra + value * (len(value) > 4)
+    return b"Exif\0\0" + head + bytes(4) + extra
+
+
+TURNED = (0x0112, 3, 1, struct.pack("<H", 6))
+ODD = {
+    "a negative resolution": (0x011A, 10, 1, struct.pack("<ll", -1, 0)),
+    "a maker that is a number": (0x010F, 5, 1, struct.pack("<LL", 3, 2)),
+    "a width in words": (0x0100, 2, 4, b"300\0"),
+    "a negative position": (0x0213, 8, 1, struct.pack("<h", -1)),
+    "an offset beyond the end": (0x8769, 4, 1, struct.pack("<L", 10**6)),
+    "a type that does not exist": (0x9000, 99, 1, b"0230"),
+}
+
+
+@pytest.mark.parametrize("kind", ODD)
+@pytest.mark.parametrize("extension", ["jpg", "png", "webp"])
+def test_an_odd_value_in_exif_data_leaves_the_image_upright(kind, extension, tmp_path):
+    upright, path = picture(64, 64), tmp_path / f"x.{extension}"
+    lossless = {"webp": {"lossless": True}, "jpg": {"quality": 100, "subsampling": 0}}.get(extension, {})
+    upright.transpose(T.ROTATE_90).save(path, exif=exif(TURNED, ODD[kind]), **lossless)
+    read = ImageReader(64, "none", 1.0, 1.0)(str(path), False)
+    assert largest_difference(read, pixels(upright)) <= (8 if extension == "jpg" else 0)
+    upright.save(path, exif=b"Exif\0\0II*\0\xff\xff\xff\xff", **lossless)
+    assert largest_difference(ImageReader(64, "none", 1.0, 1.0)(str(path), False), pixels(upright)) <= 8
+
+
+def test_what_pillow_writes_is_read_as_pillow_reads_it_under_another_name(tmp_path):
+    Image.init()
+    written, image = {*FORMATS} & {*Image.SAVE} & {*Image.OPEN}, picture(32, 32)
+    assert {"AVIF", "ICO", "JPEG2000", "QOI", "TGA"} <= written
+    for name in sorted(written):
+        extensions = [each for each, kind in Image.registered_extensions().items() if kind == name]
+        path = tmp_path / (f"x{extensions[0]}" if name == "TGA" else "x.jpg")
+        (image.convert("1") if name == "XBM" else image).save(path, name)
+        with Image.open(path) as opened:
+            wanted = pixels(opened.convert("RGBA").convert("RGB"))
+        read = ImageReader(wanted.shape[1], "none", 1.0, 1.0)(str(path), False)
+        assert read.equal(wanted), name
+
+
+@pytest.mark.parametrize("extension", ["png", "jpg", "bmp", "tif", "webp", "gif", "avif", "jp2", "tga", "ico", "qoi"])
 def test_a_damaged_file_is_an_error_never_a_wrong_image(tmp_path, extension):
     path = tmp_path / f"x.{extension}"
     picture(64, 64).save(path)
