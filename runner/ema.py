@@ -95,8 +95,8 @@ class Average:
         """
         if not self._trained:
             return {}
-        tensors, averages = collect(self.optimizer)
-        return tensors | {name: state["average"] for name, state in averages.items()}
+        with self.applied():  # so that a tied weight is averaged under all of its names
+            return collect(self.optimizer)[0]
 
     def load(self, tensors: Mapping[str, torch.Tensor], load: Callable[..., None]) -> None:
         """Restore the average from `tensors`, which `full_tensors` returned on rank 0; called on every rank.

@@ -18,6 +18,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from runner.config.errors import ConfigError
 from runner.ema import Ema
+from runner.parallel import full_state
 
 DECAY = 0.8
 EMA = f"ema.decay={DECAY}"
@@ -170,3 +171,22 @@ def test_a_decay_too_large_for_the_run_is_named_with_one_that_fits(decay, num_st
     fits = float(re.findall(r"ema\.decay=([0-9.]+) averages", warning)[0])
     assert fits ** (num_steps - 1) < 1e-4
     assert 1 / (1 - fits) == pytest.approx(num_steps / 10, rel=0.05)
+
+
+def test_a_tied_weight_is_averaged_under_all_of_its_names():
+    torch.manual_seed(0)
+    first, last = torch.nn.Linear(4, 4, bias=False), torch.nn.Linear(4, 4, bias=False)
+    last.weight, model = first.weight, torch.nn.Sequential(first, torch.nn.Tanh(), last)
+    update, average = torch.optim.SGD(model.parameters(), 0.1), Ema(DECAY).build(model)
+    wanted = now = torch.zeros(())
+    for number in range(3):
+        model(torch.ones(2, 4)).square().sum().backward()
+        update.step()
+        average.update()
+        now = first.weight.detach().clone()
+        wanted = DECAY * wanted + (1 - DECAY) * now if number else now
+    tensors = average.full_tensors(partial(full_state.collect, model, keep=True))
+    assert list(tensors) == ["0.weight", "2.weight"]
+    for tensor in tensors.values():
+        torch.testing.assert_close(tensor, wanted)
+    assert torch.equal(last.weight, now), "the weights themselves are kept"

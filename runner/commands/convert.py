@@ -33,6 +33,7 @@ from runner.model.weights import read_weights
 from runner.storage.checkpoint import SIGNATURE
 from runner.storage.files import check_readable, write_bytes
 from runner.storage.manifest import MANIFEST
+from runner.storage.state_dict import header, renamed, with_versions
 from runner.system.console import DONE
 from runner.system.import_path import is_installed
 from runner.workloads.supervised import DataWorkload
@@ -85,7 +86,7 @@ def main(arguments: Sequence[str] | None) -> int:
         except ConfigError as error:
             raise ConfigError("SOURCE", error.got, error.why, error.remedy) from None
     prefix = "module." if options.module_prefix else ""
-    _write({prefix + name: tensor for name, tensor in tensors.items()}, path, signature)
+    _write(renamed(tensors, lambda name: prefix + name), path, signature)
     values = sum(tensor.numel() for tensor in tensors.values())
     print(f"{path}: {len(tensors)} tensors, {values:,} values, from {origin}")
     print(f"start from it: {text_override('model.weights', path)}")
@@ -96,9 +97,11 @@ def _write(tensors: dict[str, torch.Tensor], path: Path, signature: dict[str, An
     """Write `tensors` by name to `path`, with the signature of the model, which a state dict has no place for."""
     # Contiguous copies: safetensors rejects tensors that share memory, and torch.save would write the whole storage.
     copies = {name: t.detach().clone(memory_format=torch.contiguous_format) for name, t in tensors.items()}
+    copies = with_versions(copies, tensors)
     try:
         if path.suffix == ".safetensors":
-            content = safetensors_bytes(copies, {SIGNATURE: json.dumps(signature)} if signature else None)
+            facts = header(copies) | ({SIGNATURE: json.dumps(signature)} if signature else {})
+            content = safetensors_bytes(copies, facts or None)
         else:
             torch.save(copies, buffer := io.BytesIO())
             content = buffer.getvalue()

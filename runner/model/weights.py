@@ -11,6 +11,7 @@ import os
 import re
 import socket
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
@@ -19,9 +20,11 @@ import torch
 
 from runner.config.errors import ConfigError, check, did_you_mean
 from runner.models.blocks import blocks_of
+from runner.storage import state_dict
 from runner.storage.checkpoint import DamagedError, chosen_checkpoint, load
 from runner.storage.files import open_regular
 from runner.storage.safe_torch_load import load_tensors
+from runner.storage.state_dict import renamed, with_versions
 
 log = logging.getLogger(__name__)
 
@@ -42,9 +45,10 @@ def read_weights(path: str) -> dict[str, torch.Tensor]:
     found = isinstance(content, Mapping) and bool(content)
     named = found and all(isinstance(k, str) and isinstance(v, torch.Tensor) for k, v in content.items())
     check(named, "weights", path, "it does not contain a state_dict", SAVE_WEIGHTS)
-    tensors = {name.replace("_orig_mod.", ""): tensor for name, tensor in content.items() if name != "n_averaged"}
+    tensors = with_versions({name: each for name, each in content.items() if name != "n_averaged"}, content)
+    tensors = renamed(tensors, lambda name: name.replace("_orig_mod.", ""))
     while tensors and all(name.startswith("module.") for name in tensors):
-        tensors = {name.removeprefix("module."): tensor for name, tensor in tensors.items()}
+        tensors = renamed(tensors, lambda name: name.removeprefix("module."))
     return tensors
 
 
@@ -136,10 +140,8 @@ def _load(path: str) -> Any:
         file = file.resolve(strict=True)  # the path may be a link, as in the cache of a model hub
         if Path(path).suffix != ".safetensors":
             return load_tensors(file)
-        from safetensors.torch import load_file
-
-        open_regular(file).close()  # load_file would wait for the writer of a pipe
-        return load_file(file)
+        open_regular(file).close()  # the next line would wait for the writer of a pipe
+        return state_dict.read(file)
     except Exception as error:  # a damaged file raises anything from EOFError to UnicodeDecodeError
         # Only the first sentence: the next ones of torch explain how to execute the code in the file.
         sentence = re.split(r"[.] |\n", str(error))[0]
@@ -160,16 +162,23 @@ def load_weights(model: torch.nn.Module, source: str, reset_head: bool) -> None:
     own, tensors, head = model.state_dict(), online_tensors(weights_of(source)), _head(model)
     attributes = {name.partition(".")[0] for name in tensors}
     if len(attributes) == 1 and not own.keys() & tensors.keys():  # of a LightningModule that holds the network
-        tensors = {name.partition(".")[2]: tensor for name, tensor in tensors.items()}
+        tensors = renamed(tensors, lambda name: name.partition(".")[2])
     if reset_head:
         why = "this network has no blocks(), so its last layer is not known"
         check(bool(head), "reset_head", True, why, "set model.reset_head=false")
         tensors |= {name: own[name] for name in head}
     # Files from old versions of PyTorch lack num_batches_tracked: load_state_dict then keeps the model's.
-    missing = [name for name in own if name not in tensors and not name.endswith("num_batches_tracked")]
+    loaded = {p for name, p in model.named_parameters(remove_duplicate=False) if name in tensors}
+    tied = {name for name, p in model.named_parameters(remove_duplicate=False) if p in loaded}
+    optional = tied | {name for name in own if name.endswith("num_batches_tracked")}
+    missing = [name for name in own if name not in tensors and name not in optional]
     unexpected = [name for name in tensors if name not in own and not name.startswith(_AUXILIARY)]
     reshaped = [name for name, tensor in tensors.items() if name in own and tensor.shape != own[name].shape]
+    state = with_versions(tensors, tensors, own)
     if missing or unexpected or reshaped:
+        with suppress(RuntimeError, ValueError):  # a module may change what an older version of it has saved
+            model.load_state_dict(state)
+            return
         shapes = [f"{name} {list(tensors[name].shape)} instead of {list(own[name].shape)}" for name in reshaped]
         lists = {"missing": missing, "unexpected": unexpected, "of a different shape": shapes}
         why = "; ".join(f"{len(names)} {kind}: {', '.join(names[:3])}" for kind, names in lists.items() if names)
@@ -177,7 +186,7 @@ def load_weights(model: torch.nn.Module, source: str, reset_head: bool) -> None:
         if head.issuperset(missing + unexpected + reshaped):
             remedy = "only the last layer differs: model.reset_head=true loads all layers except the last"
         raise ConfigError("weights", source, f"the tensors in it are not those of this network ({why})", remedy)
-    model.load_state_dict(tensors, strict=False)
+    model.load_state_dict(state, strict=False)
 
 
 _AUXILIARY = ("aux1.", "aux2.", "AuxLogits.")

@@ -88,7 +88,7 @@ class Ensemble(MultiProcess):
 
     def local_state(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         tensors, state = full_state.collect(model, optimizer, keep=True) if self._session.rank > 0 else ({}, {})
-        return {"members": self._session.world_size, "tensors": tensors, "moments": state}
+        return {"members": self._session.world_size, "tensors": dict(tensors), "moments": state}
 
     def load_local_state(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         saved, members = state.get("members", 1), self._session.world_size

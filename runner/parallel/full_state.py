@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from runner.storage.state_dict import with_versions
 from runner.storage.value_checks import TensorSpec, UnexpectedContentError, check_like
 
 _PROBE = (3, 5)  # the shape of a test parameter: a state tensor of this shape must have it from the parameter
@@ -38,7 +39,8 @@ def collect(
         return copies if keep else {}
 
     states = {name: copied(optimizer.state[p]) for name, p in model.named_parameters() if p in optimizer.state}
-    return copied(model.state_dict()), states if keep else {}
+    tensors = model.state_dict()
+    return with_versions(copied(tensors), tensors), states if keep else {}
 
 
 def load(
@@ -52,10 +54,11 @@ def load(
             model has been changed already.
     """
     held = model.state_dict()
-    check_like(tensors, dict(held), "the model")
+    check_like(dict(tensors), dict(held), "the model")
     # Not strictly, as the names have been compared: torch would add, and then refuse, `num_batches_tracked` of batch
     # normalization layers in other stages of a pipeline.
-    model.load_state_dict({name: shard_like(held[name], t) for name, t in tensors.items()}, strict=False)
+    shards = {name: shard_like(held[name], tensor) for name, tensor in tensors.items()}
+    model.load_state_dict(with_versions(shards, tensors, held), strict=False)
     load_optimizer(model, optimizer, optimizer_state)
 
 

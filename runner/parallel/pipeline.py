@@ -34,6 +34,7 @@ from runner.parallel.pipelining.partition import (
 from runner.parallel.pipelining.schedules import ONE_STAGE_EACH, SCHEDULES, check_split_backward, num_micro_batches
 from runner.parallel.pipelining.timeline import Span, Timeline, bubble, gantt
 from runner.parallel.session import Session
+from runner.storage.state_dict import with_versions
 from runner.system.section_timer import timer
 from runner.tracking.image_grids import png
 from runner.tracking.metrics import MetricSums
@@ -246,12 +247,13 @@ class Pipeline(Partition, MultiProcess):
             states[name][key] = value
         # In the order in which a single device saves them.
         names = [name for name in self._names if name in tensors]
-        return {name: tensors[name] for name in names}, {name: states[name] for name in names if name in states}
+        whole = with_versions({name: tensors[name] for name in names}, model.state_dict())
+        return whole, {name: states[name] for name in names if name in states}
 
     def load_full_state(
         self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, tensors: TensorDict, states: dict[str, Any]
     ) -> None:
         others = set(self._names) - model.state_dict().keys()
-        tensors = {name: tensor for name, tensor in tensors.items() if name not in others}
+        kept = {name: tensor for name, tensor in tensors.items() if name not in others}
         states = {name: state for name, state in states.items() if name not in others}
-        super().load_full_state(model, optimizer, tensors, states)
+        super().load_full_state(model, optimizer, with_versions(kept, tensors), states)

@@ -19,6 +19,7 @@ from typing import Any, BinaryIO
 import torch
 
 from runner.config.errors import ConfigError, check
+from runner.storage import state_dict
 from runner.storage.manifest import MANIFEST, DamagedError, untrusted, verified_manifest
 from runner.storage.run_directory import step_name, step_of
 from runner.storage.safe_torch_load import load_tensors
@@ -94,9 +95,7 @@ def load(path: Path, rank: int = 0) -> Checkpoint:
 def _content(file: Path) -> dict[str, Any]:
     try:
         if file.suffix == ".safetensors":
-            from safetensors.torch import load_file  # configs are checked without torch, which it imports
-
-            content: Any = load_file(file)
+            content: Any = state_dict.read(file)
         else:
             content = load_tensors(file)
     except Exception as error:  # content that no run wrote raises anything from EOFError to UnicodeDecodeError

@@ -31,6 +31,7 @@ from runner.storage.files import check_no_link, sync
 from runner.storage.manifest import MANIFEST, DamagedError, hashes_of_shared, manifest_of
 from runner.storage.run_directory import StorageError, entries, free_name, identity, saved_steps, step_name, step_of
 from runner.storage.saved_run import checkpoints
+from runner.storage.state_dict import header
 
 log = logging.getLogger(__name__)
 
@@ -157,7 +158,7 @@ class Checkpoints:
     def _commit(self, checkpoint: Checkpoint, part: Path, before: Path | None) -> None:
         weights = {MODEL: checkpoint.tensors} | ({EMA: checkpoint.ema} if checkpoint.ema else {})
         for name, tensors in weights.items():
-            _write_synced(part / name, partial(safetensors.torch.save_file, tensors))
+            _write_synced(part / name, partial(safetensors.torch.save_file, tensors, metadata=header(tensors) or None))
         _write_synced(part / STATE, lambda path: _save(checkpoint.state, path))
         # safetensors makes its files unreadable for other users; give them the mode of the other files, from the umask.
         for name in weights:
