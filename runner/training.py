@@ -291,7 +291,8 @@ def try_evaluation(state: State) -> None:
         ConfigError: as in `EvaluationMetrics.trial`.
     """
     session, model = state.session, state.model
-    few_samples = session.workload.few_samples(2 * session.plan.eval_shard[1], session.device)
+    each, num_shards = max(2, min(session.plan.micro_size, 16)), session.plan.eval_shard[1]
+    few_samples = session.workload.few_samples(each * num_shards, session.device)
     if few_samples is None:
         return
     before = random_states(session.devices)

@@ -147,7 +147,7 @@ class UserWorkload(DataWorkload[Samples]):
     def few_samples(self, count: int, device: torch.device) -> Iterator[None]:
         held_out, loss, checked = self.held_out, self._loss, self._mean_is_checked
         is_array = isinstance(held_out, ArraySamples)
-        some = next(iter(held_out.in_order(2, (0, 1), device))) if is_array else _first(held_out)
+        some = next(iter(held_out.in_order(count, (0, 1), device))) if is_array else _first(held_out)
         inputs, targets = (each[torch.arange(count) % len(each)].to(device) for each in some)  # copies
         self.held_out, self._loss, self._mean_is_checked = ArraySamples(inputs, targets), copy.deepcopy(loss), True
         try:

@@ -145,7 +145,7 @@ def test_objects_of_torchmetrics_for_another_task_are_refused_before_the_first_s
     with pytest.raises(ConfigError) as refused:
         train([], Net, metrics=metrics, after_step=lambda state: steps.append(state.step))
     assert refused.value.key == "metrics.mine"
-    assert "float32 of [2, 3]" in refused.value.why
+    assert "float32 of [4, 3]" in refused.value.why
     assert not steps
 
 
