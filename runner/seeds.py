@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import hashlib
 import random
+import struct
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
+from runner.storage.value_checks import UnexpectedContentError
 from runner.system import accelerator
 
 # The constants of SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, OOPSLA 2014) in
@@ -45,9 +48,15 @@ def sample_seeds(seed: int, epochs: torch.Tensor, samples: torch.Tensor) -> list
 
 
 def random_states(devices: Sequence[torch.device]) -> dict[str, torch.Tensor]:
-    """Return the states of torch's default generators, which dropout uses, of the CPU and of `devices`."""
-    generators = _generator_names(devices).items()
-    return {"cpu": torch.get_rng_state()} | {name: accelerator.random_state(device) for name, device in generators}
+    """Return the states of the default generators of torch on the CPU and `devices`, of `random`, and of NumPy."""
+    states = {"cpu": torch.get_rng_state()}
+    states |= {name: accelerator.random_state(device) for name, device in _generator_names(devices).items()}
+    _, words, normal = random.getstate()
+    states["random"] = _packed(words, normal)
+    if numpy_random := _numpy_random():
+        _, key, position, has_normal, normal = numpy_random.get_state()
+        states["numpy"] = _packed((*key.tolist(), position), normal if has_normal else None)
+    return states
 
 
 def set_random_states(state: dict[str, torch.Tensor], devices: Sequence[torch.device]) -> None:
@@ -56,24 +65,55 @@ def set_random_states(state: dict[str, torch.Tensor], devices: Sequence[torch.de
     for name, device in _generator_names(devices).items():
         if name in state:
             accelerator.set_random_state(device, state[name])
+    if "random" in state:
+        random.setstate((random.getstate()[0], *_unpacked(state["random"])))
+    if "numpy" in state and (numpy_random := _numpy_random()):
+        (*key, position), normal = _unpacked(state["numpy"])
+        numpy_random.set_state(("MT19937", key, position, int(normal is not None), normal or 0.0))
+
+
+def seed_all(seed: int) -> None:
+    """Seed the default generators of torch on all devices, of `random`, and of NumPy."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    if numpy_random := _numpy_random():
+        numpy_random.seed(seed & 0xFFFFFFFF)
 
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """A context in which `random`, NumPy and torch on the CPU draw from `seed`; then, they go on as before."""
-    numpy = sys.modules.get("numpy")
-    before, of_numpy = random.getstate(), numpy and numpy.random.get_state()
-    with torch.random.fork_rng(devices=[]):
-        try:
-            torch.default_generator.manual_seed(seed)
-            random.seed(seed)
-            if numpy:
-                numpy.random.seed(seed & 0xFFFFFFFF)
-            yield
-        finally:
-            random.setstate(before)
-            if numpy:
-                numpy.random.set_state(of_numpy)
+    before = random_states(())
+    try:
+        torch.default_generator.manual_seed(seed)
+        random.seed(seed)
+        if numpy_random := _numpy_random():
+            numpy_random.seed(seed & 0xFFFFFFFF)
+        yield
+    finally:
+        set_random_states(before, ())
+
+
+def _numpy_random() -> Any:
+    """Return `numpy.random`; None if NumPy is not imported, or the user has given it another kind of generator."""
+    found = getattr(sys.modules.get("numpy"), "random", None)
+    return found if found and found.get_state()[0] == "MT19937" else None
+
+
+_WORDS = 625  # of a Mersenne Twister: its key and the position in it
+
+
+def _packed(words: Sequence[int], normal: float | None) -> torch.Tensor:
+    """Return a Mersenne Twister's `words` and the normal number that it has left, if it has, as int64."""
+    [bits] = struct.unpack("q", struct.pack("d", normal or 0.0))
+    return torch.tensor([*words, int(normal is not None), bits], device="cpu")
+
+
+def _unpacked(state: torch.Tensor) -> tuple[tuple[int, ...], float | None]:
+    *words, has_normal, bits = state.tolist()
+    if len(words) != _WORDS or not 0 <= words[-1] < _WORDS or not all(0 <= word < 1 << 32 for word in words):
+        raise UnexpectedContentError("a random state: it is none of a Mersenne Twister")  # NumPy would read beyond it
+    return tuple(words), struct.unpack("d", struct.pack("q", bits))[0] if has_normal else None
 
 
 def _generator_names(devices: Sequence[torch.device]) -> dict[str, torch.device]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ import torch
 from runner.config import user_code
 from runner.config.errors import ConfigError, shortened
 from runner.device import flops_per_second
+from runner.parallel import full_state
+from runner.parallel.modules import Modules
 from runner.parallel.session import Session
 from runner.result import Result
 from runner.run import Run, config_hash
@@ -60,6 +63,7 @@ class State:
         self.run, self.session, self.directory, self.model, self.optimizer = run, session, directory, model, optimizer
         self.model_description, self.model_table = model_description, model_table
         self.flops_per_sample = run.workload.forward_passes * forward_flops
+        self.modules = Modules(model, session)
         self.step, self.logged_step = 0, 0
         self.has_saved = False  # whether a checkpoint has been written, or begun, in this session
         self.average = run.ema.build(model)
@@ -89,6 +93,14 @@ class State:
     def last_step(self) -> int:
         """The last step of the run: `num_steps`, or the current step if `patience` or `target` ends the run."""
         return self.step if self.stopping.reason else self.session.num_steps
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """A context for an evaluation, with averaged weights: the training goes on as without it."""
+        random = random_states(self.session.devices)
+        with self.modules.evaluating(), self.average.applied():
+            yield
+        set_random_states(random, self.session.devices)
 
     # For hooks
 
@@ -196,11 +208,14 @@ class State:
         shared, local = checkpoint.state, checkpoint.local
         window = TensorSpec(torch.float32, (None, len(run.workload.train_metrics)))
         like = {"optimizer": {str: dict}, "precision": dict, "window": window, "logged": int, "num_steps": int}
-        check_like(shared, like | {"metrics": {str: float}, "best": dict, "stop": dict}, "the state")
+        like |= {"metrics": {str: float}, "best": dict, "stop": dict}
+        like |= {"loss": [dict]} if "loss" in shared else {}
+        check_like(shared, like, "the state")
         if shared["best"]:
             check_like(shared["best"], {"metric": str, "value": float, "step": int}, "the best evaluation")
         if local:
             like = {"workload": dict, "parallel": dict, "random": dict, "ema": dict}
+            like |= {"buffers": dict, "replicas": [int]} if "buffers" in local else {}  # not in older checkpoints
             check_like(local, like, "the state of a rank")
         load = partial(run.parallel.load_full_state, self.model)
         load(self.optimizer, checkpoint.tensors, shared["optimizer"])
@@ -213,6 +228,7 @@ class State:
         run.parallel.load_local_state(self.model, self.optimizer, local.get("parallel", {}))
         if run.ema.decay and local.get("ema"):
             run.parallel.load_local_state(self.model, self.average.optimizer, local["ema"])
+        self.modules.load(shared.get("loss", []), local.get("buffers", {}), local.get("replicas", []))
         if local:
             run.workload.load_state_dict(local["workload"])
             run.workload.load_parts(checkpoint.part_files)
@@ -234,9 +250,12 @@ class State:
         run, collectives, device = self.run, self.session.collectives, self.session.device
         rows = self.metric_buffer.peek(collectives.all_reduce)
         collect = partial(run.parallel.full_state, self.model)
-        tensors, optimizer_state = collect(self.optimizer)
-        ema = self.average.full_tensors(collect)
-        broken = _not_finite(tensors, optimizer_state)
+        own = self.modules.of_rank()
+        with self.modules.synchronized():
+            tensors, optimizer_state = collect(self.optimizer)
+            ema, loss = self.average.full_tensors(collect), self.modules.loss_state()
+            own = self.modules.only_of_rank(own)
+        broken = full_state.not_finite(tensors, optimizer_state)
         totals = collectives.all_reduce({"broken": torch.tensor(float(bool(broken)), device=device)})
         if totals["broken"]:  # all-reduced, because not every rank has every tensor
             raise DivergedError(self.step, broken or "the state")
@@ -250,11 +269,14 @@ class State:
             "best": dict(self.best),
             "num_steps": self.session.num_steps,
             "stop": self.stopping.state_dict(),
+            "loss": loss,
         }
         local = {
             "workload": copy.deepcopy(run.workload.state_dict()),
             "parallel": run.parallel.local_state(self.model, self.optimizer),
             "random": random_states(self.session.devices),
+            "buffers": own,
+            "replicas": self.modules.replicas,
             "ema": run.parallel.local_state(self.model, self.average.optimizer) if run.ema.decay else {},
         }
         checkpoint = Checkpoint(self.step, tensors, shared, local, ema, run.workload.parts())
@@ -334,13 +356,3 @@ class State:
 def _signature_text(workload: Workload) -> str:
     identity = workload.samples_identity()
     return signature_text(workload.signature() | ({"data": identity} if identity else {}))
-
-
-def _not_finite(tensors: dict[str, torch.Tensor], optimizer_state: dict[str, dict[str, Any]]) -> str:
-    """Return the name of the first tensor that is not finite; empty if all are finite."""
-    moments = {f"{key} of {name}": t for name, state in optimizer_state.items() for key, t in state.items()}
-    for name, tensor in (tensors | moments).items():
-        # A sum is faster, but may overflow.
-        if isinstance(tensor, torch.Tensor) and not tensor.sum().isfinite() and not tensor.isfinite().all():
-            return name
-    return ""

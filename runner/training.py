@@ -24,11 +24,12 @@ from runner.config.errors import ConfigError, described
 from runner.device import oversubscription
 from runner.models.blocks import table_of
 from runner.optimizer import learning_rates
+from runner.parallel.buffers import with_own_memory
 from runner.parallel.collectives import Collectives, encode
 from runner.parallel.session import Session
 from runner.result import CrashedError, Result
 from runner.run import Run, build_run, describe_model
-from runner.seeds import derive, random_states, set_random_states
+from runner.seeds import derive, seed_all
 from runner.state import State
 from runner.storage.files import write_bytes
 from runner.storage.saved_run import config_yaml
@@ -131,7 +132,7 @@ def initial_state(run: Run, session: Session, directory: Path, with_table: bool 
     """Return the state of the run before its first step, with the model on its devices, and a table of it for the log.
 
     The weights depend only on the seed of the plan; later random numbers also depend on the process. This function
-    seeds torch's global generator, and resets the global timer and the peak of the memory.
+    seeds the global generators of torch, `random` and NumPy, and resets the global timer and the peak of the memory.
 
     Raises:
         ConfigError: if the model or the optimizer cannot be built from the config.
@@ -140,14 +141,14 @@ def initial_state(run: Run, session: Session, directory: Path, with_table: bool 
     memory.reset_peak(session.device)
     run.precision.prepare(session.device)
     torch_private.defer_compiler()  # optimizers and the table import it: a second before the first step
-    torch.manual_seed(derive(session.plan.seed, "weights"))
+    seed_all(derive(session.plan.seed, "weights"))
     model = run.workload.build_model()
     table = table_of(model, run.workload.input_shape()) if with_table else ("", 0)  # before a mode splits the model
     model = run.precision.convert(model)
-    description = describe_model(model)
+    description = describe_model(with_own_memory(model))
     groups = run.optimizer.parameter_groups(model)
     model = run.parallel.place(model, session)
-    torch.manual_seed(derive(session.plan.seed, "rank", session.plan.rng_stream))
+    seed_all(derive(session.plan.seed, "rank", session.plan.rng_stream))
     return State(run, session, directory, model, run.optimizer.build(model, groups), description, *table)
 
 
@@ -158,9 +159,9 @@ def loop(state: State, take_step: TakeStep, recorder: Recorder, progress: Progre
         DivergedError: if a loss, a metric or the state is not finite.
         StorageError: if a checkpoint cannot be written.
     """
-    run, session, model = state.run, state.session, state.model
-    batches = session.batches(model, state.step)
-    model.train()
+    run, session = state.run, state.session
+    batches = session.batches(state.model, state.step)
+    state.modules.train()
     state.step_timer.start(math.ceil((state.last_step - state.step) / session.plan.steps_per_round))
 
     for step in session.plan.steps(state.step, state.last_step):
@@ -263,11 +264,9 @@ def log_training(state: State, recorder: Recorder, progress: Progress, norm: tor
 
 def evaluate(state: State, recorder: Recorder, progress: Progress) -> bool:
     """Evaluate the model on the held-out data, log the metrics, and return whether the model is the best so far."""
-    run, model = state.run, state.model
-    model.eval()
-    with state.average.applied():
-        metrics, sums = run.parallel.evaluate(model)
-    model.train()
+    run = state.run
+    with state.evaluating():
+        metrics, sums = run.parallel.evaluate(state.model)
     # Those of rank 0, though every rank has computed them: what follows from them must not differ by a rounding.
     metrics = state.session.collectives.from_rank_0(lambda: {f"eval/{name}": value for name, value in metrics.items()})
     progress.metrics(metrics, state.step)
@@ -295,21 +294,16 @@ def try_evaluation(state: State) -> None:
     few_samples = session.workload.few_samples(each * num_shards, session.device)
     if few_samples is None:
         return
-    before = random_states(session.devices)
     attributes = [(module, {**vars(module)}, {**module._buffers}) for module in model.modules()]
-    values = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    with few_samples, torch.compiler.set_stance("force_eager") if session.compile else nullcontext():
-        model.eval()
+    eager = torch.compiler.set_stance("force_eager") if session.compile else nullcontext()
+    with few_samples, eager, state.evaluating():
         state.run.parallel.evaluate(model)
-    for buffer, value in values:
-        buffer.copy_(value)
     for module, own, buffers in attributes:
         for name in [name for name in vars(module) if name not in own and name[0] != "_"]:
             delattr(module, name)
         vars(module).update(own)
         module._buffers.clear()
         module._buffers.update(buffers)
-    set_random_states(before, session.devices)
     session.collectives.barrier()  # processes may share buffers
 
 

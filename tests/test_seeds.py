@@ -1,12 +1,15 @@
 """Tests that random numbers depend on the seed and the name of their stream, not on the order of calls."""
 
 import hashlib
+import random
 
+import numpy as np
 import pytest
 import torch
 
 from runner import seeds
-from runner.seeds import derive, random_bytes, random_states, sample_seeds, set_random_states, uniforms
+from runner.seeds import derive, random_bytes, random_states, sample_seeds, seed_all, set_random_states, uniforms
+from runner.storage.value_checks import UnexpectedContentError
 from runner.system import accelerator
 
 WORD = (1 << 64) - 1
@@ -62,7 +65,7 @@ def test_the_generators_of_all_devices_of_a_process_are_saved(monkeypatch):
     set_random_states(saved, [second, first])  # a resume on other devices
     assert torch.equal(torch.rand(3, generator=generators[1]), wanted[2])
     assert torch.equal(torch.rand(3, generator=generators[0]), wanted[0])
-    assert saved.keys() == {"cpu", "cuda", "cuda 1"}
+    assert saved.keys() == {"cpu", "cuda", "cuda 1", "random", "numpy"}
 
 
 def test_sample_seeds_differ_by_seed_epoch_and_sample():
@@ -71,3 +74,33 @@ def test_sample_seeds_differ_by_seed_epoch_and_sample():
     assert len({value for each in seeds for value in each}) == 400
     assert sample_seeds(0, torch.zeros(1, dtype=torch.int64), torch.tensor([42])) == [seeds[0][42]]
     assert all(0 <= value < 1 << 63 for each in seeds for value in each)
+
+
+def draw() -> list[float]:
+    """Numbers of all generators; of normal ones, the generators of Python and NumPy keep every second for later."""
+    return [random.gauss(0, 1), random.random(), np.random.standard_normal(), np.random.rand(), torch.rand(()).item()]
+
+
+@pytest.mark.parametrize("count", [0, 1, 400])  # after 624 numbers, a Mersenne Twister makes new ones
+def test_random_and_numpy_are_seeded_and_restored_as_torch_is(count):
+    seed_all(derive(1, "weights"))
+    first = [draw() for _ in range(count)]
+    saved = random_states(())
+    wanted = [draw() for _ in range(3)]
+    random.seed(5)
+    np.random.seed(5)
+    set_random_states(saved, ())
+    assert [draw() for _ in range(3)] == wanted
+    seed_all(derive(1, "weights"))
+    assert [draw() for _ in range(count)] == first
+    seed_all(derive(2, "weights"))
+    assert draw() not in (first + wanted)
+
+
+@pytest.mark.parametrize(("place", "value"), [(624, 625), (624, -1), (0, 1 << 32), (3, -1)])
+@pytest.mark.parametrize("name", ["random", "numpy"])
+def test_a_state_with_which_a_generator_would_read_beyond_its_memory_is_refused(name, place, value):
+    saved = random_states(())
+    saved[name][place] = value
+    with pytest.raises(UnexpectedContentError, match="random state"):
+        set_random_states(saved, ())

@@ -93,8 +93,7 @@ def _evaluate(run: Run, session: Session, checkpoint: Path) -> tuple[dict[str, f
         state = initial_state(run, session, checkpoint.parent.parent)
         state.load(load(checkpoint, session.rank))
         try_evaluation(state)
-        state.model.eval()
-        with state.average.applied():
+        with state.evaluating():
             metrics, sums = run.parallel.evaluate(state.model)
         skipped = run.workload.extra_results(session.collectives.all_gather).get("skipped_images", 0)
     details = run.workload.details(sums) if session.rank == 0 else {}  # some modes have the sums there alone

@@ -22,6 +22,7 @@ from runner.config.errors import ABSENT, check
 from runner.planning.auto_accumulation import resolve_auto_accumulation
 from runner.result import CrashedError, Result
 from runner.run import build_run
+from runner.seeds import random_states, set_random_states
 from runner.system import accelerator
 from runner.system.forkserver import server_stopped
 from runner.system.lazy_import import undo_defer
@@ -96,7 +97,7 @@ def settings_kept() -> Iterator[None]:
         later(_restore_interpreter, warnings.showwarning, gc.get_freeze_count())
         restored.enter_context(server_stopped())
 
-        later(torch.set_rng_state, torch.get_rng_state())
+        later(set_random_states, random_states(()), ())
         kind = accelerator.accelerator_type()
         if kind is not None and getattr(torch.get_device_module(kind), "is_initialized", lambda: True)():
             for device in (torch.device(kind, index) for index in range(torch.accelerator.device_count())):

@@ -184,7 +184,7 @@ class SavedRun:
                 except Exception as error:  # decoders may raise anything for a damaged file
                     found[file] = Prediction(file, error=printable(f"{type(error).__name__}: {error}"))
             if images:
-                with torch.inference_mode():
+                with torch.no_grad():
                     outputs = model(inputs.normalized(torch.stack([*images.values()])))
                     values, indices = outputs.softmax(1).topk(min(top, len(classes)))
                 for file, probabilities, labels in zip(images, values.tolist(), indices.tolist(), strict=True):

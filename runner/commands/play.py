@@ -82,7 +82,7 @@ def main(arguments: Sequence[str] | None) -> int:
 
     for episode in range(options.episodes):
         state_seed = derive(options.seed, "play", episode)
-        with torch.inference_mode():
+        with torch.no_grad():
             total, length = play_one(env, lambda batch: model(batch.to(dtype)), device, state_seed, render_mode, keep)
         print(f"episode {episode}: return {total:g}, {length} steps")
     if film is not None:

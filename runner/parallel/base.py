@@ -132,7 +132,7 @@ class Parallel:
 
     def _sums(self, infer: Callable[[torch.Tensor], torch.Tensor]) -> MetricSums:
         session = self._session
-        with torch.inference_mode(), session.precision.autocast():
+        with torch.no_grad(), session.precision.autocast():
             return session.workload.evaluate(infer, session.plan.eval_shard, session.device)
 
     def scalars(self) -> dict[str, float]:

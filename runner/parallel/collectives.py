@@ -98,6 +98,9 @@ class Collectives:
         """
         return tensors
 
+    def broadcast(self, tensors: Sequence[torch.Tensor], source: int = 0) -> None:
+        """Copy the values of `tensors` on the rank `source` to those of all ranks."""
+
     def finish(self) -> None:
         """Wait for pending operations."""
 
@@ -176,10 +179,16 @@ class ProcessGroup(Collectives):
                     continue
                 gathered[name] = torch.empty(shape, dtype=dtype) if source and self.rank == 0 else tensors.get(name)
                 if source and self.rank == source:
-                    torch.distributed.send(tensors[name].contiguous(), 0)
+                    torch.distributed.send(_as_bytes(tensors[name]), 0)
                 elif source and self.rank == 0:
-                    torch.distributed.recv(gathered[name], source)
+                    torch.distributed.recv(_as_bytes(gathered[name]), source)
         return gathered if self.rank == 0 else {}
+
+    def broadcast(self, tensors: Sequence[torch.Tensor], source: int = 0) -> None:
+        for tensor in tensors:
+            content = tensor.detach().contiguous()
+            torch.distributed.broadcast(_as_bytes(content), source)
+            tensor.detach().copy_(content)
 
     def finish(self) -> None:
         if self._pending is not None:
@@ -189,3 +198,8 @@ class ProcessGroup(Collectives):
     def forget(self) -> None:
         """Drop pending operations without waiting for them; called if they will not complete."""
         self._pending = None
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a contiguous `tensor`, which share its memory: gloo does not know all dtypes."""
+    return tensor.detach().contiguous().flatten().view(torch.uint8)

@@ -13,6 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from runner.batching import MicroBatch, Plan
 from runner.config.errors import check, check_choice, check_range
 from runner.parallel.batch_norm import convert_sync_batch_norm
+from runner.parallel.buffers import named_buffers
 from runner.parallel.compiling import refuse_step
 from runner.parallel.multiprocess import MultiProcess
 from runner.parallel.session import Session
@@ -63,6 +64,7 @@ class DDP(MultiProcess):
         if session.compile:
             torch_private.split_compiled_ddp(not self.sync_batch_norm and self.bucket_mb >= 1)
         model = super()._place(model, session)
+        session.collectives.broadcast([*model.parameters(), *named_buffers([model]).values()])  # DDP's knows few dtypes
         replica = torch.nn.parallel.DistributedDataParallel(
             model,
             device_ids=[device.index] if device.type != "cpu" else None,
@@ -70,6 +72,7 @@ class DDP(MultiProcess):
             find_unused_parameters=self.find_unused,
             gradient_as_bucket_view=self.gradients_as_views,
             static_graph=self.static_graph,
+            init_sync=False,
         )
         replica.broadcast_buffers = False  # the argument has another name since torch 2.14
         if self.compression != "none":

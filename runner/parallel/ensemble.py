@@ -51,9 +51,6 @@ class Ensemble(MultiProcess):
     def divide(self, session: Session) -> Plan:
         return replace(session.plan, seed=session.plan.seed + session.rank, num_members=session.world_size)
 
-    def synchronize(self, model: torch.nn.Module) -> None:
-        """Do nothing: the members are different models."""
-
     def evaluate(self, model: torch.nn.Module) -> tuple[dict[str, float], MetricSums]:
         session, workload = self._session, self._session.workload
         tally = torch.zeros(2, dtype=torch.int64, device=session.device)

@@ -89,7 +89,7 @@ class FSDP(MultiProcess):
 
     def _sums(self, infer: Callable[[Any], Any]) -> MetricSums:
         sums = super()._sums(infer)
-        with torch.inference_mode(), self._session.precision.autocast():
+        with torch.no_grad(), self._session.precision.autocast():
             while infer(None) is not None:
                 pass
         return sums
@@ -100,10 +100,9 @@ class FSDP(MultiProcess):
         specs = [each for each in self._session.collectives.all_gather(spec) if each is not None]
         if not specs:
             return None
-        with torch.inference_mode(False), torch.no_grad():  # FSDP keeps tensors of a pass for the next training step
-            shape, dtype = specs[0]
-            zeros = torch.zeros(shape, dtype=dtype, device=self._session.device)
-            return model(zeros if inputs is None else copied(inputs))
+        shape, dtype = specs[0]
+        zeros = torch.zeros(shape, dtype=dtype, device=self._session.device)
+        return model(zeros if inputs is None else copied(inputs))
 
 
 def _blocks_without_tied_weights(model: torch.nn.Module) -> list[torch.nn.Module]:

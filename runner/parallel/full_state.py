@@ -29,18 +29,23 @@ def collect(
     results are empty.
     """
 
-    def copied(state: dict[str, Any]) -> dict[str, Any]:
-        copies = {}
-        for key, value in state.items():
-            if isinstance(value, torch.Tensor):
-                value = full_tensor(value.detach())
-                value = value.to("cpu", copy=True).contiguous() if keep else None
-            copies[key] = value
-        return copies if keep else {}
-
-    states = {name: copied(optimizer.state[p]) for name, p in model.named_parameters() if p in optimizer.state}
+    named = model.named_parameters()
+    states = {name: copied(optimizer.state[p], keep) for name, p in named if p in optimizer.state}
     tensors = model.state_dict()
-    return with_versions(copied(tensors), tensors), states if keep else {}
+    return with_versions(copied(tensors, keep), tensors), states if keep else {}
+
+
+def copied(state: dict[str, Any], keep: bool = True) -> dict[str, Any]:
+    """Return copies of the values of `state`, full tensors on the CPU; with `keep=False`, only take part in that."""
+    copies = {}
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor):
+            value = full_tensor(value.detach())
+            value = value.to("cpu", copy=True).contiguous() if keep else None
+        else:
+            value = copy.deepcopy(value)
+        copies[key] = value
+    return copies if keep else {}
 
 
 def load(
@@ -53,13 +58,18 @@ def load(
             not finite, or a value `step` in `optimizer_state` is negative. If only `optimizer_state` is wrong, the
             model has been changed already.
     """
-    held = model.state_dict()
-    check_like(dict(tensors), dict(held), "the model")
+    load_module(model, tensors, "the model")
+    load_optimizer(model, optimizer, optimizer_state)
+
+
+def load_module(module: torch.nn.Module, tensors: TensorDict, where: str) -> None:
+    """Load full tensors into `module`, which is called `where` in an `UnexpectedContentError`."""
+    held = module.state_dict()
+    check_like(dict(tensors), dict(held), where)
     # Not strictly, as the names have been compared: torch would add, and then refuse, `num_batches_tracked` of batch
     # normalization layers in other stages of a pipeline.
     shards = {name: shard_like(held[name], tensor) for name, tensor in tensors.items()}
-    model.load_state_dict(with_versions(shards, tensors, held), strict=False)
-    load_optimizer(model, optimizer, optimizer_state)
+    module.load_state_dict(with_versions(shards, tensors, held), strict=False)
 
 
 def load_optimizer(
@@ -114,6 +124,18 @@ def _state_of_a_step(optimizer: torch.optim.Optimizer, group: dict[str, Any]) ->
             # Any other shape, as in Adafactor, depends on the parameter's in a way that only the optimizer knows.
             forms[key] = None if value.shape == _PROBE else TensorSpec(value.dtype, (None,) * value.dim())
     return forms
+
+
+def not_finite(tensors: TensorDict, optimizer_state: dict[str, dict[str, Any]]) -> str:
+    """Return the name of the first tensor that is not finite; empty if all are finite."""
+    moments = {f"{key} of {name}": t for name, state in optimizer_state.items() for key, t in state.items()}
+    for name, tensor in (tensors | moments).items():
+        if isinstance(tensor, torch.Tensor) and (tensor.is_floating_point() or tensor.is_complex()):
+            wide = tensor.float() if tensor.dtype.itemsize == 1 else tensor  # torch adds no float8
+            # A sum is faster, but may overflow.
+            if not wide.sum().isfinite() and not wide.isfinite().all():
+                return name
+    return ""
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:

@@ -126,9 +126,6 @@ class Hogwild(MultiProcess):
             self._updates_before = None
             self._updates[self._session.rank] += 1
 
-    def synchronize(self, model: torch.nn.Module) -> None:
-        self._session.collectives.barrier()  # all updates are written
-
     def scalars(self) -> dict[str, float]:
         total = self._session.collectives.all_reduce({"staleness": torch.tensor(self._staleness)})["staleness"]
         self._staleness = [0, 0]

@@ -69,6 +69,8 @@ class ModelParallel(Partition, Parallel):
     def accumulate(self, model: torch.nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> torch.Tensor:
         moved = batch._replace(targets=batch.targets.to(self._session.devices[-1], non_blocking=True))
         stages: Any = self._forward
+        if (loss := self._session.workload.loss_module()) is not None:
+            loss.to(moved.targets.device)
         return super().accumulate(stages, moved, micro, log_due).to(self._session.device, non_blocking=True)
 
     def _infer(self, model: torch.nn.Module, inputs: torch.Tensor) -> torch.Tensor:

@@ -15,11 +15,9 @@ from runner.config.errors import ConfigError, check, check_range, errors_under
 from runner.device import Device
 from runner.parallel.base import Parallel
 from runner.parallel.collectives import ProcessGroup
-from runner.parallel.full_state import TensorDict
 from runner.parallel.launch.cluster import external_rank_info
 from runner.parallel.launch.processes import ExternalProcesses, Launcher, LocalProcesses
 from runner.parallel.session import Session
-from runner.tracking.metrics import MetricSums
 
 log = logging.getLogger(__name__)
 
@@ -104,21 +102,3 @@ class MultiProcess(Parallel, ABC):
     def allocate_shared_state(self, session: Session) -> Any:
         """Allocate and return memory that all processes of this machine share; return None if the mode needs none."""
         return None
-
-    def synchronize(self, model: torch.nn.Module) -> None:
-        """Let all ranks have the same model, before it is evaluated or saved; called on every rank.
-
-        Each floating-point buffer becomes its mean over the ranks: in float64, so that equal values do not change.
-        """
-        collectives = self._session.collectives
-        buffers = {name: buffer.detach() for name, buffer in model.named_buffers() if buffer.is_floating_point()}
-        for name, total in collectives.all_reduce({name: each.double() for name, each in buffers.items()}).items():
-            buffers[name].copy_(total / collectives.world_size)
-
-    def evaluate(self, model: torch.nn.Module) -> tuple[dict[str, float], MetricSums]:
-        self.synchronize(model)
-        return super().evaluate(model)
-
-    def full_state(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[TensorDict, dict[str, Any]]:
-        self.synchronize(model)
-        return super().full_state(model, optimizer)

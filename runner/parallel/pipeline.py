@@ -192,6 +192,8 @@ class Pipeline(Partition, MultiProcess):
         sums: list[torch.Tensor] = []
 
         def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            if (module := workload.loss_module()) is not None:
+                module.to(targets.device)
             with precision.autocast():
                 value, of_chunk = workload.loss_of(outputs, copied(targets))  # as in `_TimedStage`
             sums.append(of_chunk.to(device, non_blocking=True))
@@ -217,7 +219,7 @@ class Pipeline(Partition, MultiProcess):
     def evaluate(self, model: torch.nn.Module) -> tuple[dict[str, float], MetricSums]:
         session, workload = self._session, self._session.workload
         sums: MetricSums = {}
-        with torch.inference_mode():
+        with torch.no_grad():
             if session.rank == 0:
                 sums = workload.evaluate(self._engine.infer, session.plan.eval_shard, session.device)
             if self.in_processes:

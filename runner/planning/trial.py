@@ -162,7 +162,7 @@ def _train_rank(config: dict[str, Any], directory: Path, connection: Connection,
     with run.settings(session.device):
         state = prepare(run, session, directory)
         batches, take_step = session.batches(state.model, 0), step_function(state)
-        state.model.train()
+        state.modules.train()
         steps = chain.from_iterable(session.plan.steps(0, session.num_steps) for _ in repeat(None))
 
         def train(count: int) -> float:

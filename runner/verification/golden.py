@@ -110,7 +110,7 @@ def _train(config: dict[str, Any], directory: Path, last_step: int, noise: int, 
             run.workload.build_model = lambda: _perturbed(build(), size, noise)
         state = initial_state(run, session, directory)
         batches, take_step = session.batches(state.model, 0), step_function(state)
-        state.model.train()
+        state.modules.train()
         state.step_timer.start(last_step)
         try:
             for step in session.plan.steps(0, last_step):  # as `loop`, without what does not change the numbers

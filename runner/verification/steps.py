@@ -137,7 +137,7 @@ def record(run: Run, session: Session, directory: Path) -> Steps:
     before = random_states(session.devices)
     batches = watched(run.workload.batches(state.model, plan, 0, session.device))
     take_step = step_function(state)
-    state.model.train()
+    state.modules.train()
     for step in plan.steps(0, session.num_steps):
         samples.append([])
         take_step(state, batches, step, True)
@@ -152,7 +152,8 @@ def record(run: Run, session: Session, directory: Path) -> Steps:
     whole = {name: full_tensor(gradient).cpu() for name, gradient in gradients.items()}
     tensors["gradients"] = collectives.gather_to_rank0(whole)
     tensors["evaluation"] = evaluated(state)
-    full, _ = run.parallel.full_state(state.model, state.optimizer)
+    with state.modules.synchronized():
+        full, _ = run.parallel.full_state(state.model, state.optimizer)
     trained = set(chain(*collectives.all_gather([name for name, _ in state.model.named_parameters()])))
     tensors["weights"] = {name: tensor for name, tensor in full.items() if name in trained}
     tensors["buffers"] = {name: tensor for name, tensor in full.items() if name not in trained}
@@ -175,9 +176,8 @@ def record(run: Run, session: Session, directory: Path) -> Steps:
 def call_other_hooks(state: State) -> None:
     """Call the hooks of an evaluation, which is computed only if there is such a hook, and of a checkpoint."""
     if user_code.find("after_evaluation") is not None:
-        state.model.eval()
-        metrics, _ = state.run.parallel.evaluate(state.model)
-        state.model.train()
+        with state.evaluating():
+            metrics, _ = state.run.parallel.evaluate(state.model)
         metrics = state.session.collectives.from_rank_0(lambda: metrics)
         state.hooks.after_evaluation(state, {f"eval/{name}": value for name, value in metrics.items()})
     state.hooks.before_save(state)
@@ -209,12 +209,8 @@ def evaluated(state: State) -> Tensors:
         return sums
 
     workload.evaluate, workload.summarize = evaluate, lambda sums: {}
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    model.eval()
-    _, sums = state.run.parallel.evaluate(model)
-    model.train()
-    for name, buffer in model.named_buffers():  # `evaluate` may average them; `full_state` must do so by itself
-        buffer.copy_(buffers[name])
+    with state.evaluating():
+        _, sums = state.run.parallel.evaluate(model)
     return {name: tensor.cpu() for name, tensor in sums.items()}
 
 

@@ -92,6 +92,10 @@ class Workload(ABC):
     def loss(self, model: torch.nn.Module, batch: Any) -> tuple[torch.Tensor, BatchSums]:
         """Return the mean loss of a micro-batch, and the detached sums of its metrics (see `batch_sums`)."""
 
+    def loss_module(self) -> torch.nn.Module | None:
+        """Return the loss if it is a module: checkpoints save its state, and it is evaluated in evaluation mode."""
+        return None
+
     def after_step(self, model: torch.nn.Module, step: int) -> None:
         """Do additional work after optimizer step `step`; steps that loss scaling skipped do not count."""
 

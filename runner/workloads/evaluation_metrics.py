@@ -103,7 +103,7 @@ class EvaluationMetrics:
         self, name: str, metric: Metric, states: list[Any], samples: tuple[Any, Any] | None, device: torch.device
     ) -> float:
         try:
-            with torch.inference_mode():
+            with torch.no_grad():
                 if hasattr(metric, "merge_state"):
                     whole = _fresh(metric, device)
                     for state in reversed(states):  # `merge_state` puts the samples of the argument first

@@ -138,6 +138,9 @@ class UserWorkload(DataWorkload[Samples]):
         loss = self.criterion(outputs, targets)
         return loss, batch_sums(loss.detach(), loss.detach().new_zeros(len(targets), 0))
 
+    def loss_module(self) -> torch.nn.Module | None:
+        return self._loss if isinstance(self._loss, torch.nn.Module) else None
+
     def batches(self, model: torch.nn.Module, plan: Plan, after_step: int, device: torch.device) -> Iterator[Batch]:
         if isinstance(self._loss, torch.nn.Module):  # it may have class weights, for example
             self._loss.to(device, next((each.dtype for each in model.parameters()), torch.float32))

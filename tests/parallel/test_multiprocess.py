@@ -7,12 +7,14 @@ import torch
 from helpers.compose import TINY_CPU, build_composed_run, compose_config, prepare_session
 from helpers.fake_cuda import simulate_accelerators
 from helpers.ranks import connected_session
+from helpers.runs import assert_bitwise_equal
 
 from runner.config.errors import ConfigError
 from runner.device import Device
 from runner.parallel.ddp import DDP
 from runner.parallel.launch.cluster import RankInfo
 from runner.parallel.launch.processes import ExternalProcesses, LocalProcesses
+from runner.parallel.modules import Modules
 
 CPU = torch.device("cpu")
 GPUS = [torch.device("cuda", index) for index in range(3)]
@@ -75,27 +77,28 @@ def test_modes_of_one_process_refuse_several(mode, monkeypatch):
     assert (refusal.value.key, refusal.value.got) == ("parallel.processes", 2)
 
 
-def test_buffers_are_averaged_over_the_processes(ranks):
-    """Only floating-point buffers are averaged; each process keeps its own integer count."""
+def test_buffers_are_averaged_over_the_processes_and_each_gets_its_own_back(ranks):
+    """Only floating-point buffers are averaged; of integers, all have those of rank 0."""
     config = compose_config(*TINY_CPU, "parallel=ddp", "batch_size=63")
     torch.manual_seed(0)
     equal = torch.rand(1000)
-    for rank, (means, variances, tracked) in enumerate(ranks(3).call_on_all(averaged, config, equal)):
+    for rank, ((means, variances, tracked), own) in enumerate(ranks(3).call_on_all(averaged, config, equal)):
         assert torch.equal(means, torch.ones(1000))
         assert torch.equal(variances, equal), "a sum of three in float32, divided by three, would differ"
-        assert tracked == rank
+        assert tracked == 0
+        assert_bitwise_equal(own, [torch.full((1000,), float(rank)), equal, torch.tensor(rank)])
 
 
-def averaged(config: dict[str, Any], equal: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """In a rank: return the buffers of a batch normalization after `synchronize`; `equal` are its variances."""
-    with connected_session(config) as (run, session):
-        run.parallel.place(torch.nn.Linear(1, 1), session)
+def averaged(config: dict[str, Any], equal: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """In a rank: return the buffers of a batch normalization while synchronized, and after; `equal` are variances."""
+    with connected_session(config) as (_, session):
         norm: Any = torch.nn.BatchNorm1d(1000)
         norm.running_mean.fill_(session.rank)
         norm.running_var.copy_(equal)
         norm.num_batches_tracked.fill_(session.rank)
-        run.parallel.synchronize(norm)
-        return norm.running_mean, norm.running_var, int(norm.num_batches_tracked)
+        with Modules(norm, session).synchronized():
+            averages = [each.clone() for each in norm.buffers()]
+        return averages, [*norm.buffers()]
 
 
 TABLE = [  # overrides, the key and value of the refusal, words in its reason or remedy, and the number of GPUs

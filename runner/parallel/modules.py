@@ -1,0 +1,106 @@
+"""The modules of a run, its network and its loss, and their state besides the weights: buffers, and the mode."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from runner.config import user_code
+from runner.config.errors import ABSENT, ConfigError
+from runner.parallel import full_state
+from runner.parallel.buffers import average, buffers_kept, named_buffers
+from runner.parallel.session import Session
+from runner.storage.value_checks import UnexpectedContentError, check_like
+
+log = logging.getLogger(__name__)
+
+
+class Modules:
+    """The model, as the mode has placed it, and the loss of the workload if it is a module."""
+
+    def __init__(self, model: torch.nn.Module, session: Session):
+        self._model, self._session = model, session
+        plan = session.plan
+        numbers = [plan.data_shard[1], plan.step_shard[1], plan.num_members]
+        self.replicas = numbers if max(numbers) > 1 else []
+        """How many ranks have other samples, other steps, and other members; empty if none have."""
+
+    @property
+    def each(self) -> list[torch.nn.Module]:
+        """The modules; the loss is on the device and in the format of the model."""
+        if (loss := self._session.workload.loss_module()) is None:
+            return [self._model]
+        is_double = any(each.dtype in (torch.float64, torch.complex128) for each in self._model.parameters())
+        return [self._model, loss.to(self._session.device, torch.float64 if is_double else torch.float32)]
+
+    def train(self) -> None:
+        """Put the modules into training mode."""
+        for module in self.each:
+            module.train()
+
+    @contextmanager
+    def synchronized(self) -> Iterator[None]:
+        """A context in which all ranks have the same buffers, for a checkpoint; then, each has its own again."""
+        plan, collectives = self._session.plan, self._session.collectives
+        with buffers_kept(modules := self.each):
+            if plan.data_shard[1] > 1:
+                average(named_buffers(modules), collectives)
+            elif plan.splits_network:  # the process of the last stage computes the loss
+                collectives.broadcast([*named_buffers(modules[1:]).values()], source=collectives.world_size - 1)
+            else:
+                collectives.barrier()  # all updates of shared memory are written
+            yield
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """A context in which all ranks have the same buffers in evaluation mode; then, they train as before."""
+        for module in self.each:
+            module.eval()
+        with self.synchronized():
+            yield
+        self.train()
+
+    def of_rank(self) -> dict[str, torch.Tensor]:
+        """Return copies of the buffers by name, if each rank has its own."""
+        return {name: each.clone() for name, each in named_buffers(self.each).items() if self.replicas}
+
+    def only_of_rank(self, own: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return those of `own` which differ, once the ranks are synchronized, and those of the loss, on the CPU."""
+        same = named_buffers([self._model])
+        return {name: t.cpu() for name, t in own.items() if name not in same or not torch.equal(t, same[name])}
+
+    def loss_state(self) -> list[dict[str, Any]]:
+        """Return a copy of the state of the loss; an empty list if it is no module."""
+        return [full_state.copied(module.state_dict()) for module in self.each[1:]]
+
+    def load(self, of_loss: list[dict[str, Any]], of_rank: dict[str, Any], replicas: list[int]) -> None:
+        """Load what `loss_state` returned, and what `only_of_rank` did, if `replicas` were as many as now.
+
+        Raises:
+            ConfigError: if the loss is another one.
+            UnexpectedContentError: if the buffers of the rank are not of these modules.
+        """
+        self._load_loss(of_loss)
+        if self.replicas and replicas == self.replicas:
+            own = {name: each for name, each in named_buffers(self.each).items() if name in of_rank}
+            check_like(of_rank, own, "the buffers of a rank")
+            for name, buffer in own.items():
+                buffer.copy_(of_rank[name])
+
+    def _load_loss(self, saved: list[dict[str, Any]]) -> None:
+        loss = self.each[1:]
+        has_state = any(module.state_dict() for module in loss)
+        if has_state != any(saved):
+            found = "no state of the loss, which begins anew" if has_state else "a state of the loss, which has none"
+            log.info("the checkpoint has %s", found)
+            return
+        try:
+            for module, tensors in zip(loss, saved, strict=has_state):
+                full_state.load_module(module, tensors, "the loss")
+        except UnexpectedContentError as error:
+            name, why = user_code.given().names().get("loss", ABSENT), f"it is not that of the checkpoint: {error}"
+            raise ConfigError("loss", name, why, "give the loss of the run, or start a new run") from None

@@ -1,0 +1,74 @@
+"""Tests that all state of a run is saved and restored, and that evaluations and checkpoints do not change training."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from helpers.plain_loop import weights_at
+from helpers.runs import assert_bitwise_equal
+from helpers.stateful_objects import DATA, Weighted, quiet, train_given
+
+from runner.seeds import derive
+
+STEPS = 6
+MODES = [
+    *[(1, "single ema.decay=0.5"), (2, "ddp accumulation=2"), (2, "fsdp precision=64 ema.decay=0.5")],
+    *[(2, "ensemble"), (2, "pipeline parallel.cuts=[tanh]")],
+]
+
+
+def words(mode: str, *more: str) -> tuple[str, ...]:
+    first, *rest = mode.split() or ["single"]
+    return (f"parallel={first}", *rest, "save_every=0", "log_every=1", *more)
+
+
+@pytest.mark.parametrize(("count", "mode"), MODES)
+def test_evaluations_checkpoints_and_resumes_change_no_bit_of_any_state(count, mode, ranks, tmp_path):
+    def train(name: str, *more: str) -> None:
+        (tmp_path / name).mkdir(exist_ok=True)
+        ranks(count).call_on_all(partial(train_given, words(mode, *more)), tmp_path / name)
+
+    train("whole", f"steps={STEPS}", "eval_every=0")
+    train("often", f"steps={STEPS}", "eval_every=1", "save_every=1")
+    wanted = weights_at(tmp_path / "whole", STEPS)
+    assert_bitwise_equal(weights_at(tmp_path / "often", STEPS), wanted)
+    for step in (3, STEPS):
+        train("resumed", f"steps={step}", "eval_every=2")
+    for rank in range(count):
+        saved = (tmp_path / name / f"checkpoints/step_{STEPS:08d}/rank_{rank}.pt" for name in ("resumed", "whole"))
+        assert_bitwise_equal(*(torch.load(file, weights_only=True) for file in saved))
+    assert_bitwise_equal(weights_at(tmp_path / "resumed", STEPS), wanted)
+
+
+def plain_loop() -> tuple[dict[str, torch.Tensor], list[float], dict[str, torch.Tensor]]:
+    """Train in plain PyTorch with an evaluation after each step, which is made with copies; return its losses."""
+    (inputs, targets), held_out = DATA
+    torch.manual_seed(derive(0, "weights"))
+    model, loss, evaluations = quiet(), Weighted(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    epochs = [torch.Generator().manual_seed(derive(0, "order", epoch)) for epoch in range(2)]
+    stream = torch.cat([torch.randperm(60, generator=generator) for generator in epochs])
+    for step in range(STEPS):
+        rows = stream[12 * step : 12 * step + 12]
+        optimizer.zero_grad()
+        loss(model(inputs[rows]), targets[rows]).backward()
+        optimizer.step()
+        with torch.no_grad():
+            tested, measured = copy.deepcopy(model).eval(), copy.deepcopy(loss).eval()
+            evaluations.append(float(measured(tested(held_out[0]), held_out[1])))
+    return model.state_dict(), evaluations, loss.state_dict()
+
+
+def test_buffers_and_the_mode_of_a_loss_are_those_of_a_plain_loop(ranks, tmp_path):
+    wanted, evaluations, of_loss = plain_loop()
+    for step in (2, STEPS):
+        result = train_given(words("", f"steps={step}", "eval_every=1"), tmp_path, model=quiet)
+        assert result.metrics["eval/loss"] == pytest.approx(evaluations[step - 1], rel=1e-6)
+    got = weights_at(tmp_path, STEPS)
+    assert got.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(got[name], tensor, rtol=1e-6, atol=1e-7)
+    [saved] = torch.load(tmp_path / f"checkpoints/step_{STEPS:08d}/state.pt", weights_only=True)["loss"]
+    torch.testing.assert_close(saved["frequency"], of_loss["frequency"])
+    assert saved["calls"].int() == of_loss["calls"].int() == STEPS
