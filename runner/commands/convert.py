@@ -11,10 +11,13 @@ from __future__ import annotations
 
 import io
 import json
+import logging
+import math
 import os
+import re
 import warnings
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +33,7 @@ from runner.config import user_code
 from runner.config.errors import ABSENT, ConfigError, check
 from runner.config.overrides import text_override
 from runner.model.weights import read_weights
+from runner.precision import Double
 from runner.storage.checkpoint import SIGNATURE
 from runner.storage.files import check_readable, write_bytes
 from runner.storage.manifest import MANIFEST
@@ -39,6 +43,7 @@ from runner.system.import_path import is_installed
 from runner.workloads.supervised import DataWorkload
 
 _WEIGHTS = (".safetensors", ".pt", ".pth")
+_MAX_REASON = 1000  # characters of what an exporter says
 
 
 @command
@@ -140,55 +145,114 @@ def _export_program(run: SavedRun, step: int, path: Path, overrides: Sequence[st
         inputs = next(workload.train.in_order(3, (0, 1), torch.device("cpu"))).inputs
         workload.close()
         signature["inputs"] = list(inputs.shape[1:])
+    why, remedy = "its network is called with other inputs than one tensor", "write the weights: .safetensors or .pt"
+    check(isinstance(inputs, torch.Tensor), "SOURCE", str(run.directory), why, remedy)
+    if path.suffix == ".onnx" and not is_installed("onnxruntime"):
+        remedy += "; with onnxruntime (pip install), that computes the outputs, not ONNX's reference evaluator"
     model = run.model(step, overrides)
-    if inputs.is_floating_point():  # precision=64
-        inputs = inputs.to(next((each.dtype for each in model.parameters()), torch.float32))
+    if inputs.is_floating_point() and isinstance(saved.precision, Double):
+        inputs = inputs.double()
     part = path.with_name(f".{os.getpid()}.part{path.suffix}")
     try:
-        with torch.no_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch's exporters warn about their own internals
-            wanted = model(inputs.clone())  # a network may change its inputs in place
-            outputs = PROGRAMS[path.suffix](model, inputs, json.dumps(signature), part)
-        pairs = zip(tree_leaves(outputs), tree_leaves(wanted), strict=True)
-        difference = max(float((one - other).abs().max() / other.abs().max().clamp(min=1)) for one, other in pairs)
-        why = f"its outputs differ from those of the model by {difference:.2g}"
-        check(difference <= _TOLERANCE, "DESTINATION", str(path), why, "write the weights: .safetensors or .pt")
+        with torch.no_grad(), _quiet():
+            program = PROGRAMS[path.suffix](model, inputs, json.dumps(signature), part)
+            for batch in (inputs, inputs[:1]):  # a program may be for batches of one size
+                difference = _difference(program(batch), model(batch))
+                why = f"its outputs differ from those of the model by {difference:.2g}, for {len(batch)} samples"
+                check(difference <= _TOLERANCE, "DESTINATION", str(path), why, remedy)
         os.replace(part, path)
     except ConfigError:
         raise
     except Exception as error:  # the exporters may raise any exception
-        why = f"the model cannot be exported: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-        raise ConfigError("DESTINATION", str(path), why, "write the weights: .safetensors or .pt") from error
+        why = f"the model cannot be exported: {_reason(error)}"
+        raise ConfigError("DESTINATION", str(path), why, remedy) from error
     finally:
         with suppress(OSError):
             part.unlink(missing_ok=True)
 
 
-def _export_torch(model: torch.nn.Module, inputs: torch.Tensor, signature: str, path: Path) -> Any:
-    """Write a program of `torch.export` with `signature` to `path`, load it again, and return its outputs.
+def _difference(outputs: Any, wanted: Any) -> float:
+    """Return the largest difference of an element, relative to the largest one of its tensor, if that is above 1."""
+    differences = [torch.zeros((), dtype=torch.float64)]
+    for one, other in zip(tree_leaves(outputs), tree_leaves(wanted), strict=True):
+        if one.shape != other.shape:
+            return math.inf
+        wide = torch.complex128 if other.is_complex() else torch.float64
+        one, other = one.to(wide), other.to(wide)
+        distance = torch.where(one == other, 0.0, (one - other).abs())  # infinities may be equal
+        differences.append((distance / other.abs().max().clamp(min=1)).max())
+    return float(torch.stack(differences).max())  # NaN if there is one
+
+
+def _reason(error: BaseException) -> str:
+    """Return the type and the message of `error`, without blank lines and advice about torch's logs."""
+    text = re.split("The error above occurred when|For more debugging help", str(error))[0]
+    lines = [line.strip() for line in text.splitlines()]
+    said = [line for line in lines if line and not re.search("TORCH_LOGS|TORCHDYNAMO|For more information", line)]
+    return f"{type(error).__name__}: {' '.join(said)}"[:_MAX_REASON]
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """A context without what torch's exporters print, also about an export that fails and is tried in another way."""
+    before = logging.root.manager.disable
+    logging.disable(max(before, logging.ERROR))
+    try:
+        with warnings.catch_warnings(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
+
+def _exported(model: torch.nn.Module, inputs: torch.Tensor) -> torch.export.ExportedProgram:
+    """Return a program for batches of any size. If calling `model` does not show one, its Python code is traced."""
+    options: Any = {"dynamic_shapes": ({0: torch.export.Dim("batch")},)}
+    try:
+        return torch.export.export(model, (inputs,), **options)
+    except Exception:
+        with suppress(Exception):
+            return torch.export.export(model, (inputs,), strict=True, **options)  # such as of `len(inputs)`
+        raise
+
+
+def _export_torch(model: torch.nn.Module, inputs: torch.Tensor, signature: str, path: Path) -> Callable[..., Any]:
+    """Write a program of `torch.export` with `signature` to `path`, and return what is loaded from it.
 
     https://docs.pytorch.org/docs/stable/export.html
     """
-    program = torch.export.export(model, (inputs.clone(),), dynamic_shapes=({0: torch.export.Dim("batch")},))
-    torch.export.save(program, path, extra_files={SIGNATURE: signature})
-    return torch.export.load(path).module()(inputs.clone())
+    torch.export.save(_exported(model, inputs), path, extra_files={SIGNATURE: signature})
+    return torch.export.load(path).module()
 
 
-def _export_onnx(model: torch.nn.Module, inputs: torch.Tensor, signature: str, path: Path) -> list[torch.Tensor]:
-    """Write an ONNX model with `signature` to `path`, and return its outputs, computed by ONNX's reference evaluator.
+def _export_onnx(model: torch.nn.Module, inputs: torch.Tensor, signature: str, path: Path) -> Callable[..., Any]:
+    """Write an ONNX model with `signature` to `path`, and return a function that computes its outputs.
 
-    https://docs.pytorch.org/docs/stable/onnx.html
+    ONNX Runtime does if it is installed, otherwise ONNX's reference evaluator, which differs from it in some operators,
+    such as pooling with `ceil_mode`. https://docs.pytorch.org/docs/stable/onnx.html
     """
-    from onnx.reference import ReferenceEvaluator  # pyright: ignore[reportMissingImports]  # an extra
-
-    options: Any = {"dynamic_shapes": ({0: torch.export.Dim("batch")},), "verbose": False}
-    names: Any = {"input_names": ["inputs"], "output_names": ["outputs"]}
-    program: Any = torch.onnx.export(model, (inputs.clone(),), dynamo=True, **options, **names)
+    names: Any = {"input_names": ["inputs"], "output_names": ["outputs"], "verbose": False}
+    program: Any = torch.onnx.export(_exported(model, inputs), (inputs,), dynamo=True, **names)
     program.model.metadata_props[SIGNATURE] = signature
     program.save(path)
-    outputs: Any = ReferenceEvaluator(str(path)).run(None, {"inputs": inputs.numpy()})
-    return [torch.from_numpy(each) for each in outputs]
+    if is_installed("onnxruntime"):
+        from onnxruntime import InferenceSession  # pyright: ignore[reportMissingImports]  # an extra
+
+        evaluator = InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    else:
+        from onnx.reference import ReferenceEvaluator  # pyright: ignore[reportMissingImports]  # an extra
+
+        evaluator = ReferenceEvaluator(str(path))
+
+    def outputs(batch: torch.Tensor) -> list[torch.Tensor]:
+        found: Any = evaluator.run(None, {"inputs": batch.numpy()})
+        return [torch.from_numpy(each) for each in found]
+
+    return outputs
 
 
-PROGRAMS = {".pt2": _export_torch, ".onnx": _export_onnx}
+PROGRAMS: dict[str, Callable[[torch.nn.Module, torch.Tensor, str, Path], Callable[..., Any]]] = {
+    ".pt2": _export_torch,
+    ".onnx": _export_onnx,
+}
 """The suffixes of exported programs, for `torch.export` and ONNX."""

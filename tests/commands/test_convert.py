@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import networks_to_export as programs
 from helpers.checkpoint_edits import rewrite_manifest, with_value_changed, write_checkpoint_file
 from helpers.compose import TINY_CPU
 from helpers.disk_faults import DiskFault, inject_disk_fault
@@ -129,8 +130,30 @@ def test_an_exported_torch_program_has_the_outputs_of_the_model(run):
         torch.testing.assert_close(program(inputs), original.model()(inputs), rtol=0, atol=1e-5)
 
 
+NETWORKS = Path(programs.__file__)
+
+
+@pytest.mark.parametrize("name", ["Lengths", "ComplexWeights", "Parametrized"])
+def test_a_program_of_a_network_of_ones_own_takes_batches_of_any_size(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = (f"model={NETWORKS}:{name}", "steps=1", f"output_root={tmp_path}/runs", "optimizer=sgd")
+    run = runner.train([*TINY_CPU, *words]).directory
+    assert converted(run, "model.pt2", words[0]) == 0
+    program, model = torch.export.load("model.pt2").module(), runner.load(run, model=getattr(programs, name)).model()
+    for count in (1, 5):
+        inputs = torch.randn(count, 1, 8, 8)
+        torch.testing.assert_close(program(inputs), model(inputs), rtol=0, atol=1e-5)
+
+
+def test_a_network_for_batches_of_one_size_is_refused_with_what_says_why(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    word = f"model={NETWORKS}:Loops"
+    run = runner.train([*TINY_CPU, word, "steps=1", f"output_root={tmp_path}/runs"]).directory
+    assert "your code specialized it to be a constant" in " ".join(refusal(capsys, run, "model.pt2", word).split())
+
+
 def test_a_program_whose_outputs_differ_from_the_model_is_not_written(run, monkeypatch, capsys):
-    monkeypatch.setitem(convert.PROGRAMS, ".pt2", lambda model, inputs, *_: model(inputs) * 1.001 + 0.001)
+    monkeypatch.setitem(convert.PROGRAMS, ".pt2", lambda model, *_: lambda inputs: model(inputs) * 1.001 + 0.001)
     assert "its outputs differ from those of the model by 0.00" in refusal(capsys, run, "model.pt2")
 
 
