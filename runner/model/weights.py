@@ -36,20 +36,28 @@ SAVE_WEIGHTS = "save only the weights: torch.save(model.state_dict(), 'weights.p
 def read_weights(path: str) -> dict[str, torch.Tensor]:
     """Return the tensors of a `.safetensors` or `torch.save` file by name, on the CPU.
 
-    The latter has a `state_dict`, or a dictionary with one under the key `state_dict`, `model_state_dict` or `model`.
-    What wrappers add to the names is removed: `module.` before all of them, and `_orig_mod` anywhere.
+    The latter has a `state_dict`, or a dictionary with one: under the key `state_dict`, `model_state_dict` or `model`,
+    or under any other if it is the only one. What wrappers add to the names is removed: `module.` before all of them,
+    and `_orig_mod` anywhere.
     """
     content = _load(path)
-    if isinstance(content, Mapping):
-        content = next((content[key] for key in ("state_dict", "model_state_dict", "model") if key in content), content)
-    found = isinstance(content, Mapping) and bool(content)
-    named = found and all(isinstance(k, str) and isinstance(v, torch.Tensor) for k, v in content.items())
-    check(named, "weights", path, "it does not contain a state_dict", SAVE_WEIGHTS)
+    if isinstance(content, Mapping) and not _is_state_dict(content):
+        found = [key for key, value in content.items() if _is_state_dict(value)]
+        usual = [key for key in ("state_dict", "model_state_dict", "model") if key in found]
+        why = f"it contains several state dicts: {', '.join(map(str, found))}"
+        check(bool(usual) or len(found) < 2, "weights", path, why, "save one of them by itself: torch.save")
+        content = content[(usual or found)[0]] if found else content
+    check(_is_state_dict(content), "weights", path, "it does not contain a state_dict", SAVE_WEIGHTS)
     tensors = with_versions({name: each for name, each in content.items() if name != "n_averaged"}, content)
     tensors = renamed(tensors, lambda name: name.replace("_orig_mod.", ""))
     while tensors and all(name.startswith("module.") for name in tensors):
         tensors = renamed(tensors, lambda name: name.removeprefix("module."))
     return tensors
+
+
+def _is_state_dict(value: Any) -> bool:
+    is_named = isinstance(value, Mapping) and all(isinstance(each, str) for each in value)
+    return is_named and bool(value) and all(isinstance(each, torch.Tensor) for each in value.values())
 
 
 def weights_of(source: str) -> dict[str, torch.Tensor]:
@@ -154,17 +162,29 @@ def _load(path: str) -> Any:
 def load_weights(model: torch.nn.Module, source: str, reset_head: bool) -> None:
     """Replace the weights of `model` by those of `source` (see `weights_of`).
 
-    From the weights of an agent, only its online network is loaded. If all names begin with the name of one attribute,
-    such as `model.`, it is removed. If `reset_head`, the last layer in `model.blocks()` keeps its parameters.
+    From the weights of an agent, only its online network is loaded. If the network is an attribute of what was saved,
+    such as `model.`, other attributes, as a loss, are left out. If `reset_head`, the last layer keeps its parameters.
     """
     from runner.models.qnet import online_tensors
 
-    own, tensors, head = model.state_dict(), online_tensors(weights_of(source)), _head(model)
-    attributes = {name.partition(".")[0] for name in tensors}
-    if len(attributes) == 1 and not own.keys() & tensors.keys():  # of a LightningModule that holds the network
-        tensors = renamed(tensors, lambda name: name.partition(".")[2])
+    own, tensors = model.state_dict(), online_tensors(weights_of(source))
+    if not own.keys() & tensors.keys():  # of a LightningModule that holds the network
+        attributes = list(dict.fromkeys(name.partition(".")[0] for name in tensors))
+        fitting = [each for each in attributes if any(f"{each}.{name}" in tensors for name in own)]
+        why = f"it contains several networks: {', '.join(fitting)}"
+        check(len(fitting) < 2, "weights", source, why, "save the state_dict of one of them")
+        if fitting or len(attributes) == 1:
+            prefix, others = (
+                f"{(fitting or attributes)[0]}.",
+                ", ".join(each for each in attributes if each not in fitting),
+            )
+            ours = {name: tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+            tensors = renamed(with_versions(ours, tensors), lambda name: name.removeprefix(prefix))
+            if fitting and others:
+                log.info("weights: left out what is not the network in %s: %s", source, others)
+    head = _head(model, tensors)
     if reset_head:
-        why = "this network has no blocks(), so its last layer is not known"
+        why = "all tensors in it have the shapes of this network, which has no blocks(): its last layer is not known"
         check(bool(head), "reset_head", True, why, "set model.reset_head=false")
         tensors |= {name: own[name] for name in head}
     # Files from old versions of PyTorch lack num_batches_tracked: load_state_dict then keeps the model's.
@@ -193,9 +213,20 @@ _AUXILIARY = ("aux1.", "aux2.", "AuxLogits.")
 """Prefixes of names that are ignored in a file, because networks are built without auxiliary classifiers."""
 
 
-def _head(model: torch.nn.Module) -> set[str]:
-    """Return the names of the parameters of the last layer that has any; an empty set without `blocks()`."""
-    layer, parts = torch.nn.Identity(), [block for _, block in blocks_of(model)]
+def _head(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> set[str]:
+    """Return the names of the tensors of the last layer, if it is known.
+
+    It is the last block that has parameters; the classifier that a network of timm names; or otherwise the one layer
+    whose shapes are not those of `tensors`.
+    """
+    own = model.state_dict()
+    if not (parts := [block for _, block in blocks_of(model)]):
+        options = getattr(model, "default_cfg", None)
+        named = options.get("classifier") or () if isinstance(options, Mapping) else ()
+        reshaped = {name.rpartition(".")[0] for name in own.keys() & tensors if tensors[name].shape != own[name].shape}
+        layers = [named] if isinstance(named, str) else [*named] or [*reshaped][: len(reshaped) == 1]
+        return {name for name in own for layer in layers if name.startswith(f"{layer}.")}
+    layer = torch.nn.Identity()
     while parts := [part for part in parts if any(True for _ in part.parameters())]:
         layer = parts[-1]
         parts = list(layer) if isinstance(layer, torch.nn.Sequential) else []

@@ -2,6 +2,7 @@
 
 import os
 import zipfile
+from copy import deepcopy as copy
 
 import pytest
 import torch
@@ -73,6 +74,63 @@ def test_the_last_layer_with_parameters_is_the_head(tmp_path):
     load_weights(model, str(tmp_path / "weights.pt"), reset_head=True)
     assert torch.equal(model.body.weight, saved.body.weight)
     assert torch.equal(model.head.weight, head)
+
+
+class Plain(nn.Module):
+    """A network without `blocks`, as one of timm, whose `default_cfg` may name its last layer."""
+
+    def __init__(self, num_outputs: int, **named: str | tuple[str, ...]):
+        super().__init__()
+        self.head, self.body = nn.ModuleDict({"fc": nn.Linear(3, num_outputs)}), nn.Linear(2, 3)
+        self.default_cfg = named
+
+
+@pytest.mark.parametrize("named", [{}, {"classifier": "head.fc"}, {"classifier": ("head.fc",)}, {"classifier": None}])
+def test_the_last_layer_of_a_network_without_blocks_is_what_it_names_or_what_has_other_shapes(tmp_path, named):
+    saved, path = Plain(7), str(tmp_path / "weights.pt")
+    torch.save(saved.state_dict(), path)
+    model = Plain(4, **named)
+    head = model.head["fc"].weight.detach().clone()
+    with pytest.raises(ConfigError) as refused:
+        load_weights(model, path, reset_head=False)
+    assert "model.reset_head=true" in refused.value.remedy
+    load_weights(model, path, reset_head=True)
+    assert model.body.weight.equal(saved.body.weight)
+    assert model.head["fc"].weight.equal(head)
+    same = Plain(7, **named)
+    head = same.head["fc"].weight.detach().clone()
+    if named.get("classifier"):
+        load_weights(same, path, reset_head=True)
+        assert same.head["fc"].weight.equal(head)
+    else:
+        with pytest.raises(ConfigError, match="last layer is not known"):
+            load_weights(same, path, reset_head=True)
+
+
+@pytest.mark.parametrize("key", ["net", "model_state", "weights", "state_dict"])
+def test_the_state_dict_in_a_checkpoint_is_found_under_any_key(tmp_path, key):
+    net, path = nn.Linear(2, 3), str(tmp_path / "weights.pth")
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    torch.save({"epoch": 3, key: net.state_dict(), "optimizer": optimizer.state_dict()}, path)
+    assert read_weights(path)["weight"].equal(net.weight)
+    torch.save({"generator": net.state_dict(), "discriminator": net.state_dict()}, path)
+    with pytest.raises(ConfigError, match="generator, discriminator"):
+        read_weights(path)
+
+
+def test_of_a_module_that_holds_network_and_loss_the_network_is_loaded_and_the_rest_is_said(tmp_path, caplog):
+    path, model = str(tmp_path / "last.ckpt"), nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
+    saved = nn.ModuleDict({"criterion": nn.CrossEntropyLoss(torch.ones(2)), "net": nn.Sequential(*map(copy, model))})
+    for parameter in saved.parameters():
+        parameter.data += 1
+    torch.save({"epoch": 1, "state_dict": saved.state_dict(), "loops": {}}, path)
+    caplog.set_level("INFO")
+    load_weights(model, path, reset_head=False)
+    assert all(tensor.equal(saved["net"].state_dict()[name]) for name, tensor in model.state_dict().items())
+    assert "criterion" in caplog.text
+    torch.save(nn.ModuleDict({"student": model, "teacher": model}).state_dict(), path)
+    with pytest.raises(ConfigError, match="several networks: student, teacher"):
+        load_weights(model, path, reset_head=False)
 
 
 @pytest.mark.parametrize("normalized", [False, True])
