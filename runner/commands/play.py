@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None) -> int:
     if not film and not env.cannot_be_drawn("rgb_array", ""):
         otherwise = "film it: --film FILE.gif"
     if missing := env.cannot_be_drawn(render_mode, otherwise):
-        raise ConfigError("env" if film is None else "--film", film or env.id, *missing)
+        raise ConfigError("env" if film is None else "--film", film or env.name, *missing)
     has_window = film is not None or _has_display()
     check(has_window, "--film", ABSENT, "there is no display on which a window could open", otherwise)
 

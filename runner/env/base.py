@@ -55,6 +55,11 @@ class Env:
             check_range(self, key, least=1, most=_MAX_FRAMES)
         check_range(self, "image_size", least=1, most=1024)
 
+    @property
+    def name(self) -> str:
+        """What messages call the environment."""
+        return self.id
+
     @classmethod
     def untrusted_values(cls, values: dict[str, Any]) -> dict[str, Any]:
         """Refuse a saved `id` that names a module to import, as in `module:Name-v0`; change nothing."""
@@ -83,19 +88,19 @@ class Env:
             key, remedy = "id", "install what is missing, or choose another environment"
             if self.options and "unexpected keyword argument" in why:
                 key, remedy = "options", "leave out what the environment does not have"
-            raise ConfigError(key, getattr(self, key), why, remedy) from None
+            raise ConfigError(key, self.name if key == "id" else self.options, why, remedy) from None
         for key, wrapper in self._wrappers().items():
             try:
                 single = wrapper(single)
             except Exception as error:
                 missing = isinstance(error.__cause__, ImportError)
-                why = "OpenCV is not installed" if missing else f"{self.id} has no such images: {error}"
+                why = "OpenCV is not installed" if missing else f"{self.name} has no such images: {error}"
                 remedy = "pip install opencv-python-headless" if missing else "leave it out"
                 raise ConfigError(key, getattr(self, key), why, remedy) from None
         self._render_modes = tuple(single.metadata.get("render_modes", ()))
         self.frames_per_second = float(single.metadata.get("render_fps") or 25)
         self._is_builtin = type(single.unwrapped).__module__.startswith("gymnasium.")
-        self.num_actions = num_actions(self.id, single)
+        self.num_actions = num_actions(self.name, single)
         self.longest = self.max_episode_steps or spec.max_episode_steps
         with self.vector(1, in_process=True) as vector:
             self.shape, self.shared_rng, self.pixels = vector.shape, vector.shared_rng, vector.pixels
@@ -120,7 +125,7 @@ class Env:
         except EnvironmentBrokenError as error:
             remedy = "reset(seed=…, options=…) returns (observation, info), and step(action) (observation, reward, "
             remedy += "terminated, truncated, info), where the reward is a number"
-            raise ConfigError("id", self.id, str(error), remedy) from None
+            raise ConfigError("id", self.name, str(error), remedy) from None
 
     def vector(self, num_envs: int, in_process: bool = False, render_mode: str | None = None) -> Vector:
         """Create environments that are stepped together: a context manager that closes them.
@@ -136,7 +141,7 @@ class Env:
         sync = (in_process and self.vectorization == "async") or render_mode == "human"
         vectorization = "sync" if sync else self.vectorization
         try:
-            return Vector(self._make(self._spec(), num_envs, vectorization, render_mode), self.id, self.frame_stack)
+            return Vector(self._make(self._spec(), num_envs, vectorization, render_mode), self.name, self.frame_stack)
         except ConfigError:
             raise
         except Exception as error:  # of any type: an environment may be anybody's
@@ -146,7 +151,7 @@ class Env:
     def cannot_be_drawn(self, render_mode: str, otherwise: str) -> tuple[str, str] | None:
         """Return (reason, remedy) if this environment cannot be rendered in `render_mode`, else None; see `prepare`."""
         if render_mode not in self._render_modes:
-            return f"{self.id} does not support render_mode={render_mode}", otherwise
+            return f"{self.name} does not support render_mode={render_mode}", otherwise
         if self._is_builtin and not is_installed("pygame"):
             why = "pygame, which renders the environments, is not installed"
             return why, "pip install 'gymnasium[classic-control]'"
@@ -184,8 +189,10 @@ class Env:
         except Exception as error:  # third-party modules may raise anything
             why = f"the module {module} cannot be imported: {type(error).__name__}: {error}"
             remedy, top = "install what is missing, or correct the name", module.partition(".")[0]
-            if getattr(error, "name", None) == top and (os.path.isdir(top) or os.path.isfile(f"{top}.py")):
+            if getattr(error, "name", None) == top and os.path.isdir(top):
                 remedy = "modules in the current directory are found after: export PYTHONPATH=."
+            elif getattr(error, "name", None) == module and os.path.isfile(f"{module}.py"):
+                remedy = f"a file in the current directory is run only if it is typed: env={module}.py env.id={name}"
             raise ConfigError("id", self.id, why, remedy) from None
         namespace = name.rpartition("/")[0]
         try:

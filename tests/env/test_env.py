@@ -219,9 +219,10 @@ def test_an_observation_that_is_a_number_is_a_vector_of_one(monkeypatch):
         assert vector.step(np.zeros(2, np.int64)).observations.tolist() == [[8], [8]]
 
 
-def test_a_module_in_the_current_directory_is_found_as_the_message_says(monkeypatch, tmp_path):
+def test_a_package_in_the_current_directory_is_found_as_the_message_says(monkeypatch, tmp_path):
     lines = "import gymnasium", f"gymnasium.register('Own-v0', '{__name__}:Broken', disable_env_checker=True)"
-    (tmp_path / "own_game.py").write_text("\n".join(lines))
+    (tmp_path / "own_game").mkdir()
+    (tmp_path / "own_game" / "__init__.py").write_text("\n".join(lines))
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError) as refusal:
         prepared("own_game:Own-v0")

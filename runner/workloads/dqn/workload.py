@@ -114,7 +114,7 @@ class DQN(Workload):
             self.env.prepare()
         shape, num_dims = self.env.shape, len(self.env.shape)
         if self.model.num_dims not in (None, num_dims):
-            raise self.model.refused(f"it takes images, and {self.env.id} has none", "use model=qnet")
+            raise self.model.refused(f"it takes images, and {self.env.name} has none", "use model=qnet")
         if self.env.pixels is not None:
             fits, why = self.replay_size <= MAX_FRAMES, f"the numbers of its frames are below {MAX_FRAMES:,}"
             check(fits, "workload.replay_size", self.replay_size, why, f"workload.replay_size={MAX_FRAMES}")
@@ -126,7 +126,7 @@ class DQN(Workload):
         if self.terminal_on_life_loss:
             with self.env.vector(1, in_process=True) as vector:
                 vector.reset(0)
-                why, remedy = f"{self.env.id} does not tell how many lives are left", "leave it false"
+                why, remedy = f"{self.env.name} does not tell how many lives are left", "leave it false"
                 check(vector.lives is not None, "workload.terminal_on_life_loss", True, why, remedy)
         if missing := self.record_video and self.env.cannot_be_drawn("rgb_array", "set workload.record_video=false"):
             raise ConfigError("workload.record_video", True, *missing)
@@ -137,7 +137,7 @@ class DQN(Workload):
             shape += f" with values up to {env.largest:g} (workload.normalize=true scales them)"
         limit = "" if env.longest else f", no limit of steps ({evaluation.MAX_STEPS:,} in evaluations)"
         return {
-            "env": f"{env.num_envs} × {env.id}, observations of {shape}, {env.num_actions} actions{limit}",
+            "env": f"{env.num_envs} × {env.name}, observations of {shape}, {env.num_actions} actions{limit}",
             "replay": f"{self.replay_size:,} transitions, {self.replay_ratio:g} updates per environment step",
         }
 
@@ -248,7 +248,7 @@ class DQN(Workload):
                 with memory_errors(self.replay_size):
                     actor.load_state_dict(saved, parts)
             except (*CONTENT_ERRORS, EnvironmentBrokenError) as error:
-                why = f"the state of the environments in the checkpoint is not that of {self.env.id}: {error}"
+                why = f"the state of the environments in the checkpoint is not that of {self.env.name}: {error}"
                 raise ConfigError("resume", ABSENT, why, "do not trust it, and resume another checkpoint") from None
         else:
             replay.begun = last_step
