@@ -92,6 +92,7 @@ class Run:
     deterministic: bool = False
     compile: bool | str = False
     channels_last: bool = True
+    proof: bool | str = "auto"
     code: dict[str, Any] = field(default_factory=dict)
     output_root: str = "outputs"
     config: dict[str, Any] = field(default_factory=dict, init=False)
@@ -112,6 +113,9 @@ class Run:
         if not isinstance(self.compile, bool) and self.compile not in ("blocks", "step"):
             remedy = did_you_mean(self.compile, ("true", "false", "blocks", "step"))
             raise ConfigError("compile", self.compile, "there is no such choice;", remedy)
+        if not isinstance(self.proof, bool) and self.proof != "auto":
+            remedy = did_you_mean(self.proof, ("auto", "true", "false"))
+            raise ConfigError("proof", self.proof, "there is no such choice;", remedy)
         check_range(self, "epochs", above=0, most=1_000_000)
         check_range(self, "max_grad_norm", above=0)
         if self.steps is None and self.epochs is None and self.workload.num_steps(self.batch_size) is None:

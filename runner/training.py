@@ -47,7 +47,13 @@ log = logging.getLogger(__name__)
 TakeStep = Callable[[State, Iterator[Any], Step, bool], torch.Tensor | None]
 
 
-def train(run: Run, session: Session, directory: Path, begin: Callable[[], None] = lambda: None) -> Result:
+def train(
+    run: Run,
+    session: Session,
+    directory: Path,
+    begin: Callable[[], None] = lambda: None,
+    prove: Callable[[Run, Session], None] = lambda run, session: None,
+) -> Result:
     """Train one run until it is done, stopped, or diverged, and return its result; called on every rank.
 
     Args:
@@ -56,6 +62,7 @@ def train(run: Run, session: Session, directory: Path, begin: Callable[[], None]
         directory: the run directory.
         begin: function that rank 0 calls once no rank has refused the config or the checkpoint to resume from. It
             writes the config to the directory of a run that is resumed.
+        prove: function that every rank calls first; it raises `ConfigError` if this mode would compute something else.
 
     Raises:
         ConfigError: if the model, the optimizer or the data do not fit the config or the checkpoint to resume from, or
@@ -64,6 +71,7 @@ def train(run: Run, session: Session, directory: Path, begin: Callable[[], None]
     """
     writes = session.rank == 0
     with run.settings(session.device):
+        prove(run, session)
         with torch_refusals(run):  # already here, as a pipeline measures the blocks of the model
             state = prepare(run, session, directory, with_table=True)
             take_step = step_function(state)
@@ -108,13 +116,13 @@ def train(run: Run, session: Session, directory: Path, begin: Callable[[], None]
 
 
 def train_rank(
-    config: dict[str, Any], directory: Path, collectives: Collectives, begin: Callable[[], None] = lambda: None
+    config: dict[str, Any], directory: Path, collectives: Collectives, **functions: Callable[..., None]
 ) -> Result:
     """Train the run of `config` in this process, which a launcher has started; otherwise, like `train`."""
     run = build_run(config)
     session = run.prepare(collectives)
     with LogFile(directory, session.rank):
-        return train(run, session, directory, begin)
+        return train(run, session, directory, **functions)
 
 
 def prepare(run: Run, session: Session, directory: Path, with_table: bool = False) -> State:

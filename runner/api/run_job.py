@@ -28,6 +28,7 @@ from runner.system.secrets import printable, redacted
 from runner.system.signals import is_of_signal
 from runner.tracking.log_file import LogFile
 from runner.training import train, train_rank
+from runner.verification.proof import prove
 
 log = logging.getLogger(__name__)
 
@@ -86,8 +87,9 @@ def trained(
     """Train a run, and return its result, even if training crashed; `begin` is that of `runner.training.train`."""
     known = config_hash(run.config)
     try:
-        rank_main = partial(train_rank, run.config, directory, begin=begin)
-        return launcher.launch(partial(train, run, session, directory, begin), rank_main, session, directory)
+        first = {"begin": begin, "prove": prove}
+        rank_main = partial(train_rank, run.config, directory, **first)
+        return launcher.launch(partial(train, run, session, directory, **first), rank_main, session, directory)
     except ConfigError:
         raise
     except RankError as failure:

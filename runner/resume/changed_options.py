@@ -16,7 +16,7 @@ _ESSENTIAL = ("seed", "batch_size", "workload", "model", "data", "env")
 """Keys that must not change on resume, as the type of the optimizer; but options in `may_change_on_resume` may."""
 
 _HOW = (
-    *(*LOCATION_KEYS, "tracking", "parallel", "device", "accumulation", "compile", "profiler"),
+    *(*LOCATION_KEYS, "tracking", "parallel", "device", "accumulation", "compile", "profiler", "proof"),
     *("channels_last", "deterministic", "log_every", "eval_every", "save_every", "keep", "stop.max_time"),
     *("optimizer.fused", "data.changed"),
 )

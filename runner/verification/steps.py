@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_iter
+from torch.utils._pytree import tree_iter, tree_leaves
 
 from runner.batching import Plan
 from runner.config import user_code
@@ -54,12 +54,16 @@ class Steps:
         tensors: the tensors by kind (see `KINDS` in `verdict`), and then by name; empty if the run diverged.
         expected: why the results are expected to differ from those of a single device; empty if they are not.
         diverged: which value was not finite; empty if all were.
+        draws: whether the steps drew random numbers, as dropout does.
+        written: names of weights that something other than the optimizer has written, such as the forward pass.
     """
 
     samples: list[list[str]] = field(default_factory=list)
     tensors: dict[str, Tensors] = field(default_factory=dict)
     expected: str = ""
     diverged: str = ""
+    draws: bool = False
+    written: list[str] = field(default_factory=list)
 
 
 def first_steps(runs: Sequence[Run]) -> list[Steps]:
@@ -116,16 +120,26 @@ def record_runs(configs: Sequence[dict[str, Any]], directory: Path, collectives:
     return Result("done")
 
 
-def record(run: Run, session: Session, directory: Path) -> Steps:
-    """Train the first steps of a run, and return their record. On rank 0, the record covers all ranks."""
+def record(
+    run: Run, session: Session, directory: Path, change: Callable[[torch.nn.Module], None] = lambda model: None
+) -> Steps:
+    """Train the first steps of a run, and return their record. On rank 0, the record covers all ranks.
+
+    `change` is called with the modules once they are in training mode: it may switch off dropout. The hooks that are
+    given are called.
+    """
     collectives, plan = session.collectives, session.plan
     state = prepare(run, session, directory)
     samples: list[list[str]] = []
     gradients: Tensors = {}
+    written: list[str] = []
+    before: list[Any] = []
 
     def watched(batches: Iterator[Any]) -> Iterator[Any]:
         for batch in batches:
             samples[-1] += sample_hashes(batch, plan.micro_size)
+            if not before:  # after a batch is read, which may draw, too
+                before.append(random_states(session.devices))
             yield batch
 
     def keep_first_gradients(*_: Any) -> None:
@@ -133,22 +147,29 @@ def record(run: Run, session: Session, directory: Path) -> Steps:
             named = state.model.named_parameters()
             gradients.update({name: p.grad.detach().clone() for name, p in named if p.grad is not None})
 
-    state.optimizer.register_step_pre_hook(keep_first_gradients)
-    before = random_states(session.devices)
+    def before_update(*_: Any) -> None:
+        keep_first_gradients()
+        written.extend(name for name, p in state.model.named_parameters() if p._version != versions.get(name))
+
+    state.optimizer.register_step_pre_hook(before_update)
     batches = watched(run.workload.batches(state.model, plan, 0, session.device))
     take_step = step_function(state)
     state.modules.train()
+    change(state.modules)
     for step in plan.steps(0, session.num_steps):
         samples.append([])
+        versions = {name: parameter._version for name, parameter in state.model.named_parameters()}
         take_step(state, batches, step, True)
         keep_first_gradients()  # of a compiled step, which has no hooks, but keeps gradients; others have none left
         state.hooks.after_step(state)
     call_other_hooks(state)
     losses = state.metric_buffer.peek(collectives.all_reduce)[:, 0] / run.batch_size
-    after = random_states(session.devices)
-    draws = any(not torch.equal(before[name], after[name]) for name in before)
+    draws = bool(before) and not _are_equal(before[0], random_states(session.devices))
 
     tensors = {"loss": {f"step {number}": loss for number, loss in enumerate(losses, start=1)}}
+    ours = {(name, session.rank): buffer.cpu() for name, buffer in state.model.named_buffers()}
+    of_ranks = collectives.gather_to_rank0(ours)
+    tensors["buffers of ranks"] = {f"{name} of rank {rank}": each for (name, rank), each in of_ranks.items()}
     whole = {name: full_tensor(gradient).cpu() for name, gradient in gradients.items()}
     tensors["gradients"] = collectives.gather_to_rank0(whole)
     tensors["evaluation"] = evaluated(state)
@@ -170,7 +191,14 @@ def record(run: Run, session: Session, directory: Path) -> Steps:
         if found not in of_shards:
             of_shards.append(found)
     of_steps = zip(*(steps for _, steps in of_shards), strict=True)
-    return Steps([sorted(chain.from_iterable(parts)) for parts in of_steps], tensors, expected)
+    in_order = [sorted(chain.from_iterable(parts)) for parts in of_steps]
+    return Steps(in_order, tensors, expected, "", draws, sorted({*written}))
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    leaves, others = tree_leaves(one), tree_leaves(other)
+    pairs = zip(leaves, others, strict=True)
+    return all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in pairs)
 
 
 def call_other_hooks(state: State) -> None:

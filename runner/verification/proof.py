@@ -1,0 +1,304 @@
+"""The proof at the start of a run: its first step, in its mode, against that of the same network on a single device.
+
+It is for code from elsewhere, which a parallel mode, a compiler or a memory format may compute differently. Compared
+are the samples of the first batch, the loss, the gradients, the buffers of each process, and the outputs of an
+evaluation. Both steps are trained by copies of the components, so that the run itself begins as without a proof.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+
+from runner.batching import Accumulation, Plan
+from runner.config import user_code
+from runner.config.errors import ABSENT, ConfigError, described
+from runner.config.options import chosen_option
+from runner.config.schema import component_fields
+from runner.model.networks import NamedModel
+from runner.parallel.base import Parallel
+from runner.parallel.collectives import Collectives
+from runner.parallel.session import Session
+from runner.precision import Double, Precision
+from runner.run import Run
+from runner.seeds import random_states, set_random_states
+from runner.system import torch_errors
+from runner.tracking.metrics import DivergedError
+from runner.training import torch_refusals
+from runner.verification.steps import Steps, record
+from runner.verification.verdict import FLOAT32_ROUNDING, MARGIN, Difference, Pair, first_other_samples, largest_difference
+from runner.workloads.base import Workload
+
+log = logging.getLogger(__name__)
+
+_KINDS = {"loss": "loss", "gradients": "gradients", "buffers of ranks": "buffers", "evaluation": "evaluations"}
+"""The kinds of tensors that are compared (see `Steps`), and what they are called in a refusal."""
+
+_SWITCHES: tuple[Callable[[torch.nn.Module], object], ...] = (
+    lambda model: None,
+    lambda model: [module.eval() for module in model.modules() if isinstance(module, _DropoutNd)],
+    lambda model: model.eval(),
+)
+"""What is done to a network until it draws no random numbers, which processes and micro-batches draw differently."""
+
+
+def prove(run: Run, session: Session) -> None:
+    """Compare the first step of `run` with that of a single device; called on every rank, before the run is prepared.
+
+    Raises:
+        ConfigError: if they differ by more than rounding, or only a single device can compute the step.
+    """
+    ways = _ways(run, session)
+    if not ways or not _is_due(run):
+        return
+    start, states = time.monotonic(), random_states(session.devices)
+    given = user_code.given()
+    without_hooks = replace(given, objects={**given.objects, **dict.fromkeys(user_code.Hooks._fields)})
+    with user_code.using(without_hooks), tempfile.TemporaryDirectory(prefix="runner-proof-") as scratch:
+        text = _Proof(run, session, ways, Path(scratch)).text()
+    set_random_states(states, session.devices)
+    if session.rank == 0:
+        log.info("proof: %s (%.1f s)", text, time.monotonic() - start)
+
+
+def _is_due(run: Run) -> bool:
+    if run.proof != "auto":
+        return bool(run.proof)
+    parts = [run.workload, *(getattr(run.workload, name) for name in component_fields(type(run.workload)))]
+    is_foreign = any(not type(part).__module__.startswith("runner.") or isinstance(part, NamedModel) for part in parts)
+    return is_foreign or bool(run.code)
+
+
+def _ways(run: Run, session: Session) -> dict[str, str]:
+    """Return the options by which `run` is computed in another way than the plain one, by key.
+
+    They are empty if nothing can be compared: of agents, and of modes whose processes train different models.
+    """
+    several = session.world_size * len(session.devices) > 1
+    if (run.parallel.difference and several) or "env" in component_fields(type(run.workload)):
+        return {}
+    shape = run.workload.input_shape()
+    ways = {
+        "parallel": chosen_option("parallel", run.parallel) if several or session.plan.chunks > 1 else "",
+        "accumulation": str(session.plan.accumulation) if session.plan.accumulation > 1 else "",
+        "compile": str(run.compile).lower() if run.compile else "",
+        # A memory format concerns tensors of four dimensions, of which the first is that of the samples.
+        "channels_last": "true" if run.channels_last and (shape is None or len(shape) == 3) else "",
+    }
+    return {key: value for key, value in ways.items() if value}
+
+
+_Found = tuple[str, float, str, float]
+"""A kind of tensor that differs, the largest relative difference, in which tensor, and the limit."""
+
+
+class _Proof:
+    """The steps of a single device, which rank 0 computes alone, and those of the run, by precision."""
+
+    def __init__(self, run: Run, session: Session, ways: Mapping[str, str], scratch: Path):
+        self._run, self._session, self._ways, self._scratch = run, session, ways, scratch
+        plan = session.plan
+        self._num_parts = plan.accumulation * plan.chunks * plan.num_data_ranks
+        self._references: dict[tuple[type[Precision], int], Steps] = {}
+        self._tested: dict[type[Precision], Steps] = {}
+        self._switch, self._parts, self._batch_norms = 0, 1, set[str]()
+
+    def text(self) -> str:
+        """Return in words what was found; raise a `ConfigError` if the steps differ. Called on every rank."""
+        on_rank_0, own = self._session.collectives.from_rank_0, self._run.precision
+        self._switch, why_not = on_rank_0(self._choose)
+        if why_not:
+            return f"left out, as {why_not}"
+        fine = own if own.tolerance <= Precision.tolerance else Precision()
+        self._train(fine)
+        difference = on_rank_0(lambda: self._difference(fine, FLOAT32_ROUNDING))
+        if difference is not None and not isinstance(fine, Double) and on_rank_0(self._has_float64):
+            self._train(Double())  # is it rounding?
+            difference = on_rank_0(lambda: self._difference(Double(), FLOAT32_ROUNDING))
+            if difference is None:
+                difference = on_rank_0(lambda: self._difference_of_rounding(fine, Double(), 100 * FLOAT32_ROUNDING))
+        if difference is None and fine is not own:
+            self._train(own)
+            difference = on_rank_0(lambda: self._difference_of_rounding(own, fine, own.tolerance))
+        if difference is not None:
+            raise self._refusal(*difference)
+        return "the first step is that of a single device" + on_rank_0(self._remark)
+
+    # On rank 0
+
+    def _choose(self) -> tuple[int, str]:
+        """Return the index of what switches random numbers off, and why nothing can be compared, if so."""
+        fine = self._run.precision if self._run.precision.tolerance <= Precision.tolerance else Precision()
+        try:
+            for self._switch in range(len(_SWITCHES)):
+                self._find_batch_norm()
+                steps = self._reference(fine)
+                if steps.diverged:
+                    return self._switch, f"{steps.diverged} on a single device, too"
+                if not steps.draws:
+                    break
+                self._references.clear()
+            else:
+                return self._switch, "the network draws random numbers in evaluations, too"
+        except Exception as error:
+            if torch_errors.is_out_of_memory(error):
+                return self._switch, "a single device has no memory for it"
+            raise
+        why = "something other than the optimizer, such as the forward pass, writes weights"
+        if steps.written and (self._num_parts > 1 or self._run.compile):
+            raise self._refused(f"{why} ({steps.written[0]}): each part of a batch would leave others")
+        return self._switch, ""
+
+    def _find_batch_norm(self) -> None:
+        """Find the layers whose results depend on the batch; then, a single device takes the batch in parts, too."""
+        model = self._run.workload.build_model()
+        _SWITCHES[self._switch](model)
+        synchronized = getattr(self._run.parallel, "sync_batch_norm", False)
+        layers = {name: each for name, each in model.named_modules() if isinstance(each, _BatchNorm) and each.training}
+        if layers and synchronized and self._session.plan.accumulation > 1:
+            self._switch = len(_SWITCHES) - 1  # the parts of a batch are no ranges of it
+            layers = {}
+        self._parts = self._num_parts if layers and not synchronized else 1
+        self._batch_norms = {f"{name}.{key}" for name, each in layers.items() for key, _ in each.named_buffers()}
+
+    def _reference(self, precision: Precision, parts: int | None = None) -> Steps:
+        """Return the first step of a single device, which takes the batch in `parts`, on rank 0."""
+        parts = parts or self._parts
+        key = type(precision), parts
+        if key not in self._references:
+            run = self._copied(precision, Parallel(), accumulation=Accumulation(parts), compile=False)
+            plan = Plan(run.batch_size, parts, seed=self._session.plan.seed)
+            process = Collectives(self._session.devices[:1])
+            session = Session(process, plan, run.workload, run.precision, num_steps=1)
+            self._references[key] = self._recorded(replace(run, channels_last=False), session)
+        return self._references[key]
+
+    def _has_float64(self) -> bool:
+        try:
+            Double().check_device(self._session.device)
+            return not self._reference(Double()).diverged
+        except Exception:  # code that computes with values in float32, for example
+            return False
+
+    def _difference(self, precision: Precision, limit: float) -> _Found | None:
+        """Return the first kind of tensor that differs by more than `limit`, how much, where, and `limit`."""
+        tested, reference = self._tested[type(precision)], self._reference(precision)
+        if tested.diverged:
+            return tested.diverged, torch.inf, "it", limit
+        if first_other_samples(Pair(tested, reference)):
+            return "samples", torch.inf, "the first batch", limit
+        for kind in _KINDS:
+            size, where = self._largest(tested, reference, kind)
+            if not size <= limit:
+                return kind, size, where, limit
+        return None
+
+    def _difference_of_rounding(self, rough: Precision, fine: Precision, least: float) -> _Found | None:
+        """Return as `_difference` what differs by more than `least` and `MARGIN` × the rounding of a single device."""
+        tested, reference = self._tested[type(rough)], self._reference(rough)
+        if reference.diverged or not _is_finite(reference):  # an overflow of float16, which skips the step
+            return None
+        for kind in _KINDS:
+            rounding = self._largest(reference, self._reference(fine), kind)
+            (size, where), limit = self._largest(tested, reference, kind), max(least, MARGIN * rounding.size)
+            if not size <= limit:
+                return kind, size, where, limit
+        return None
+
+    def _largest(self, tested: Steps, reference: Steps, kind: str) -> Difference:
+        ours, theirs = tested.tensors[kind], reference.tensors[kind]
+        if kind == "buffers of ranks":
+            of_all = {name.removesuffix(" of rank 0"): each for name, each in theirs.items()}
+            ours = {name: each for name, each in ours.items() if self._buffer(name) in of_all}
+            if self._parts > 1:
+                ours = {name: each for name, each in ours.items() if self._buffer(name) not in self._batch_norms}
+            theirs = {name: of_all[self._buffer(name)] for name in ours}
+        if kind == "evaluation" and not (ours and theirs):
+            return Difference(0.0, "not compared")
+        return largest_difference(ours, theirs)
+
+    @staticmethod
+    def _buffer(name: str) -> str:
+        return name.rpartition(" of rank ")[0]
+
+    def _remark(self) -> str:
+        if self._parts > 1:
+            return ", but that batch normalization sees its parts (parallel=ddp parallel.sync_batch_norm=true: all)"
+        return f", in {('', 'dropout', 'training mode')[self._switch]} switched off" * bool(self._switch)
+
+    # On every rank
+
+    def _train(self, precision: Precision) -> None:
+        run = self._copied(precision, copy.copy(self._run.parallel))
+        session = replace(self._session, workload=run.workload, precision=run.precision, num_steps=1)
+        try:
+            self._tested[type(precision)] = self._recorded(run, session)
+        except ConfigError:
+            raise
+        except Exception as error:
+            if torch_errors.is_lost_peer(error) or torch_errors.is_out_of_memory(error):
+                raise
+            raise self._refused(f"it fails in its first step: {described(error)}") from error
+
+    def _copied(self, precision: Precision, parallel: Parallel, **options: object) -> Run:
+        workload = _copied(self._run.workload)
+        parts = {"precision": copy.deepcopy(precision), "parallel": parallel, "workload": workload}
+        copied = replace(self._run, **parts, resume="never", **options)  # pyright: ignore[reportArgumentType]
+        copied.config = self._run.config
+        return copied
+
+    def _recorded(self, run: Run, session: Session) -> Steps:
+        try:
+            with torch_refusals(run):
+                return record(run, session, self._scratch, _SWITCHES[self._switch])
+        except DivergedError as error:
+            return Steps(diverged=str(error))
+
+    def _refusal(self, kind: str, size: float, where: str, limit: float) -> ConfigError:
+        if kind == "samples":
+            why = "it trains on other samples than a single device: what the data set returns depends on who reads it"
+            return self._refused(why)
+        if kind not in _KINDS:
+            return self._refused(f"{kind}, but not on a single device")
+        by = f"by {size:.1e}; rounding explains {limit:.0e}" if size < torch.inf else ""
+        why = f"its {_KINDS[kind]} differ from those of a single device ({where} {by})"
+        if self._session.collectives.from_rank_0(self._depends_on_parts):
+            why += "; the network or the loss computes something else for the parts of a batch than for the whole"
+        return self._refused(why)
+
+    def _depends_on_parts(self) -> bool:
+        """Return whether a single device computes the same as the run if it takes the batch in as many parts."""
+        precision, before = [*self._references][0][0](), self._parts
+        if before > 1 or self._num_parts == 1 or type(precision) not in self._tested:
+            return False
+        self._parts = self._num_parts
+        found = self._difference(precision, 100 * FLOAT32_ROUNDING)
+        return found is None or found[0] == "buffers of ranks"
+
+    def _refused(self, why: str) -> ConfigError:
+        key, value = next(iter(self._ways.items()))
+        remedy = " ".join({"parallel": "parallel=single", "accumulation": "accumulation=1"}.get(k, f"{k}=false") for k in self._ways)
+        return ConfigError(key, value, why, f"{remedy} computes it; `runner verify` with these options shows all, and proof=false trains it all the same")
+
+
+def _copied(workload: Workload) -> Workload:
+    """Return a copy that shares the data, but no module, such as a loss with running statistics."""
+    copied = copy.copy(workload)
+    for name, value in vars(workload).items():
+        if isinstance(value, torch.nn.Module):
+            setattr(copied, name, copy.deepcopy(value))
+    return copied
+
+
+def _is_finite(steps: Steps) -> bool:
+    return all(bool(tensor.isfinite().all()) for kind in _KINDS for tensor in steps.tensors[kind].values())
