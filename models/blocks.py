@@ -15,7 +15,8 @@ def blocks_of(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
     """
     if (blocks := getattr(type(model), "blocks", None)) is not None:
         return blocks(model)
-    return list(model.named_children()) if type(model).forward is torch.nn.Sequential.forward else []
+    # Not `named_children`, which leaves out the second use of a module.
+    return list(model._modules.items()) if type(model).forward is torch.nn.Sequential.forward else []  # pyright: ignore
 
 
 def block_indices(model: torch.nn.Module) -> dict[str, int]:

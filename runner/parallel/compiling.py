@@ -30,7 +30,7 @@ def modules_of_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
     Blocks that `model.blocks()` has made from several submodules, such as the stem of a ResNet, are left out.
     """
     submodules = {id(module) for module in model.modules()}
-    found = [block for _, block in blocks_of(model)]
+    found = dict.fromkeys(block for _, block in blocks_of(model))  # one that is used twice, once
     return [block for block in found if id(block) in submodules and any(True for _ in block.parameters())]
 
 

@@ -160,8 +160,8 @@ class Pipeline(Partition, MultiProcess):
         move(model, session.device, session.channels_last)
         placed = {}
         for i in numbers:
-            received, sent = (self.in_processes and not is_end for is_end in (i == 0, i == count - 1))
-            placed[i] = StageModule(stages[i], received, sent, session.channels_last, session.precision.autocast)
+            is_sent = self.in_processes and i < count - 1
+            placed[i] = StageModule(stages[i], i > 0, is_sent, session.channels_last, session.precision.autocast)
         if 0 in placed:
             session.precision.convert(placed[0])  # the inputs are passed to the first stage, not to the whole network
 

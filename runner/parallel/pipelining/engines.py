@@ -164,7 +164,9 @@ class StreamEngine:
                 y = loss(y, micros[micro]) if stage == last else y
             inputs_of[micro, stage], outputs_of[micro, stage] = x, y
             if stage < last:
-                pending[micro] = self._activation_copies[stage].send((y.detach(),))
+                is_copied = self.devices[stage] != self.devices[stage + 1]
+                # Otherwise, an operation in place would change what the stage before needs for its backward pass.
+                pending[micro] = self._activation_copies[stage].send((y.detach() if is_copied else y.detach().clone(),))
 
         for micro, position in clock(len(chunks), len(self.stages)):
             stage = last - position

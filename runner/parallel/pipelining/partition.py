@@ -205,7 +205,7 @@ def _median_seconds(block: torch.nn.Module, x: torch.Tensor, autocast: Callable[
         synchronize(x.device)
         start = time.perf_counter()
         with autocast():
-            output = block(x)
+            output = block(x.clone() if x.requires_grad else x)  # it may begin with an operation in place
         if output.requires_grad:  # not that of a first block whose parameters are frozen
             output.backward(torch.ones_like(output))
         synchronize(x.device)
@@ -242,7 +242,8 @@ class _Received(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, channels_last: bool) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return x.contiguous(memory_format=torch.channels_last) if channels_last else x.view_as(x)
+        # `data`: otherwise, autograd would treat it as a view, which the first block could not change in place.
+        return x.contiguous(memory_format=torch.channels_last).data if channels_last else x.data
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
