@@ -12,7 +12,7 @@ import torch
 from torch.func import functional_call, grad
 
 from runner.batching import Step
-from runner.config.errors import ConfigError
+from runner.config.errors import ConfigError, check
 from runner.data.base import copied
 from runner.device import sum_dtype
 from runner.parallel.compiling import compile_whole
@@ -33,7 +33,8 @@ class CompiledStep:
     to the next, so that no later step differs from the first one.
 
     Raises:
-        ConfigError: if the loss is scaled, or the optimizer would behave differently after its first step.
+        ConfigError: if the loss is scaled, a parameter has hooks, or the optimizer would behave differently after its
+            first step.
     """
 
     def __init__(self, state: State):
@@ -41,6 +42,9 @@ class CompiledStep:
         if run.precision.compute_dtype(device) == torch.float16:
             why = "loss scaling decides after each step whether to keep the update"
             raise ConfigError("compile", "step", why, "precision=bf16, or compile=true")
+        hooked = [name for name, each in model.named_parameters() if each._backward_hooks]
+        why = f"it does not call the hooks of parameters ({', '.join(hooked[:3])})"
+        check(not hooked, "compile", "step", why, "compile=true")
         has_momentum = any(group.get("momentum") for group in state.optimizer.param_groups)
         if isinstance(state.optimizer, torch.optim.SGD) and has_momentum and not state.optimizer.state:
             why = "its first step differs from the later ones"
@@ -116,7 +120,12 @@ class CompiledStep:
         self, parameters: dict[str, torch.Tensor], buffers: dict[str, torch.Tensor], batch: Any, weight: float
     ) -> tuple[torch.Tensor, tuple[BatchSums, dict[str, torch.Tensor]]]:
         def network(*inputs: Any, **options: Any) -> Any:
-            return functional_call(self._state.model, (parameters, buffers), inputs, options)
+            tensors = (
+                parameters | buffers
+            )  # one dict, in which `functional_call` leaves the buffers that forward assigns
+            outputs = functional_call(self._state.model, tensors, inputs, options)
+            buffers.update({name: tensors[name] for name in buffers})
+            return outputs
 
         with self._state.run.precision.autocast():
             loss, sums = self._state.run.workload.loss(network, batch)  # pyright: ignore[reportArgumentType]

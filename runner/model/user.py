@@ -34,7 +34,7 @@ class UserModel(Model):
         given, sizes = user_code.find("model"), {"shape": shape, "num_classes": num_classes}
         check(given is not None, "", ABSENT, "no network is given", "model=FILE.py:NAME, or define model in the file")
         if isinstance(given, torch.nn.Module):
-            return _plain(copy.deepcopy(given).cpu())
+            return _plain(_copied(given).cpu())
         check(callable(given), "", given, "it is neither a module nor a class or function that makes one", "pass one")
         with user_code.errors_of("model"), seeded(torch.initial_seed()):
             free = required(given)
@@ -49,6 +49,14 @@ class UserModel(Model):
         """Return the arguments of the network that depend on the data: `shape`, `num_classes`, both or none."""
         given = user_code.find("model")
         return required(given) if callable(given) and not isinstance(given, torch.nn.Module) else []
+
+
+def _copied(given: torch.nn.Module) -> torch.nn.Module:
+    copied = copy.deepcopy(given)
+    for one, other in zip(given.parameters(), copied.parameters(), strict=True):
+        for hook in (one._backward_hooks or {}).values():  # `deepcopy` leaves them out
+            other.register_hook(hook)
+    return copied
 
 
 def _plain(model: torch.nn.Module) -> torch.nn.Module:

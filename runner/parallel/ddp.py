@@ -15,7 +15,7 @@ from runner.config.errors import check, check_choice, check_range
 from runner.parallel.batch_norm import convert_sync_batch_norm
 from runner.parallel.buffers import named_buffers
 from runner.parallel.compiling import refuse_step
-from runner.parallel.multiprocess import MultiProcess
+from runner.parallel.multiprocess import MultiProcess, check_find_unused, finds_unused
 from runner.parallel.session import Session
 from runner.system import torch_private
 from runner.tracking.metrics import BatchSums
@@ -38,7 +38,7 @@ class DDP(MultiProcess):
     bucket_mb: float = 25.0
     static_graph: bool = False
     gradients_as_views: bool = True
-    find_unused: bool = False
+    find_unused: bool | str = "auto"
     compression: str = "none"
     powersgd_rank: int = 1
     sync_batch_norm: bool = False
@@ -47,6 +47,7 @@ class DDP(MultiProcess):
         super().__post_init__()
         check_range(self, "bucket_mb", above=0, most=10_000)
         check_range(self, "powersgd_rank", least=1, most=1024)
+        check_find_unused(self.find_unused)
         check_choice(self, "compression", ("none", "fp16", "bf16", "powersgd"))
 
     def divide(self, session: Session) -> Plan:
@@ -69,7 +70,7 @@ class DDP(MultiProcess):
             model,
             device_ids=[device.index] if device.type != "cpu" else None,
             bucket_cap_mb=self.bucket_mb,
-            find_unused_parameters=self.find_unused,
+            find_unused_parameters=finds_unused(self.find_unused, model) and not self.static_graph,
             gradient_as_bucket_view=self.gradients_as_views,
             static_graph=self.static_graph,
             init_sync=False,

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
+from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from runner.batching import MicroBatch, Plan
 from runner.data.base import copied
-from runner.models.layers import normalizes_batches
 from runner.parallel.batch_norm import convert_sync_batch_norm
+from runner.parallel.collectives import Collectives
 from runner.parallel.compiling import compile_in_place, modules_of_blocks, refuse_step
-from runner.parallel.multiprocess import MultiProcess
+from runner.parallel.multiprocess import MultiProcess, check_find_unused, finds_unused
 from runner.parallel.session import Session
 from runner.tracking.metrics import BatchSums, MetricSums
 
@@ -25,15 +26,20 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_ROUNDED = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+
 
 @dataclass
 class FSDP(MultiProcess):
     """Fully sharded data parallelism: parameters, gradients and optimizer state are sharded over the processes.
 
     Rajbhandari et al., ZeRO (2020), stage 3; Zhao et al., PyTorch FSDP (2023). The parameters of a block are gathered
-    when the block is used; the network's `blocks()` defines the blocks. With a 16-bit precision, parameters are
-    gathered in 16 bits, except if the network has batch normalization, whose operators need float32 parameters.
-    Gradients are reduced in float32, clipped by `Parallel`. Batch normalization is as in ddp without `sync_batch_norm`.
+    when the block is used; the network's `blocks()` defines the blocks. With a 16-bit precision, those of a block of
+    linear and convolutional layers, which autocast would round all the same, are gathered in 16 bits. Gradients are
+    reduced in float32, clipped by `Parallel`. Batch normalization is as in ddp without `sync_batch_norm`.
+
+    A parameter that some processes do not use in a step has a gradient of zeros there, and none if no process uses it.
+    Hooks of parameters are called with the gradients of the process, before they are reduced.
 
     All processes take part in gathering a block: in an evaluation, they make as many forward passes as the one that has
     the most samples. `conf/parallel/fsdp.yaml` explains the options.
@@ -43,6 +49,11 @@ class FSDP(MultiProcess):
 
     reshard_after_forward: bool = True
     offload: bool = False
+    find_unused: bool | str = "auto"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_find_unused(self.find_unused)
 
     def divide(self, session: Session) -> Plan:
         refuse_step(session.compile, "its collectives would be inside the compiled step")
@@ -58,17 +69,26 @@ class FSDP(MultiProcess):
         if self.offload and device.type == "cpu":
             log.warning("parallel.offload has no effect: without a GPU the shards are in host memory anyway")
         model.to(device)
-        convert_sync_batch_norm(model, device, torch.nn.SyncBatchNorm)
-        dtype = None if normalizes_batches(model) else session.precision.compute_dtype(device)
+        convert_sync_batch_norm(model, device, nn.SyncBatchNorm)
         options: dict[str, Any] = {
             "mesh": init_device_mesh(device.type, (session.world_size,)),
-            "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype and torch.float32),
             "offload_policy": CPUOffloadPolicy() if self.offload and device.type != "cpu" else OffloadPolicy(),
         }
-        for block in _blocks_without_tied_weights(model):
-            fully_shard(block, reshard_after_forward=self.reshard_after_forward, **options)
-        # By default, FSDP does not reshard the root's own parameters, because the backward pass needs them first.
-        fully_shard(model, reshard_after_forward=False, **options)
+        hooks = {name: [*(p._backward_hooks or {}).values()] for name, p in model.named_parameters()}
+        units = _blocks_without_tied_weights(model)
+        for unit in (*units, model):
+            # By default, FSDP does not reshard the root's own parameters, because the backward pass needs them first.
+            reshard = self.reshard_after_forward and unit is not model
+            others = {id(p) for block in units for p in block.parameters()} if unit is model else set()
+            dtype = session.precision.compute_dtype(device) if _is_rounded_by_autocast(unit, others) else None
+            policy = MixedPrecisionPolicy(dtype, dtype and torch.float32, cast_forward_inputs=False)
+            fully_shard(unit, reshard_after_forward=reshard, mp_policy=policy, **options)
+        self._gathered = GatheredParameters(model, hooks)
+        for unit in (*units, model):  # after FSDP's own hook, which gathers the parameters
+            unit.register_forward_pre_hook(self._gathered.watch)
+        self._finds_unused = finds_unused(self.find_unused, model)
+        if set_unused := getattr(model, "set_reduce_scatter_unused_params", None):  # since torch 2.14
+            cast(Callable[[bool], None], set_unused)(self._finds_unused)
         compile_in_place(model, session.compile)
         return model
 
@@ -76,7 +96,11 @@ class FSDP(MultiProcess):
         cast("FSDPModule", model).set_requires_gradient_sync(micro.is_last)
         # FSDP averages over the processes, but the weights of their micro-batches already add up to one.
         micro = micro._replace(weight=micro.weight * self._session.world_size)
-        return super().accumulate(model, batch, micro, log_due)
+        sums = super().accumulate(model, batch, micro, log_due)
+        if micro.is_last and self._finds_unused:
+            for name in self._gathered.unused(self._session.collectives):
+                model.get_parameter(name).grad = None
+        return sums
 
     def evaluate(self, model: torch.nn.Module) -> tuple[dict[str, float], MetricSums]:
         from torch.distributed.fsdp import FSDPModule
@@ -103,6 +127,48 @@ class FSDP(MultiProcess):
         shape, dtype = specs[0]
         zeros = torch.zeros(shape, dtype=dtype, device=self._session.device)
         return model(zeros if inputs is None else copied(inputs))
+
+
+class GatheredParameters:
+    """The parameters that FSDP gathers for a forward pass, in place of the shards: their hooks, and which are used.
+
+    Args:
+        model: the sharded network.
+        hooks: the hooks of gradients that its parameters had before, by name.
+    """
+
+    def __init__(self, model: torch.nn.Module, hooks: Mapping[str, Sequence[Callable[[torch.Tensor], Any]]]):
+        self._names = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._model, self._hooks = model, hooks
+        self._watched, self._used = set[str](), set[str]()
+
+    def watch(self, *_: Any) -> None:
+        """Add the hooks to parameters that are gathered for the first time: FSDP keeps them, but not their memory."""
+        if len(self._watched) == len(self._names):
+            return
+        for name, parameter in self._model.named_parameters():
+            if name in self._names and name not in self._watched and not hasattr(parameter, "device_mesh"):
+                self._watched.add(name)
+                for hook in self._hooks[name]:
+                    parameter.register_hook(hook)
+                parameter.register_post_accumulate_grad_hook(lambda _, name=name: self._used.add(name))
+
+    def unused(self, collectives: Collectives) -> list[str]:
+        """Return the parameters that no rank has used since the last call, and that have no gradient therefore."""
+        used = torch.tensor([name in self._used for name in self._names], dtype=torch.int32)
+        self._used.clear()
+        counts = collectives.all_reduce({"used": used})["used"].tolist()
+        if torch.__version__ < "2.14" and any(0 < count < collectives.world_size for count in counts):
+            raise RuntimeError(
+                "some processes do not use all parameters, whose gradients FSDP mixes up before torch 2.14"
+            )
+        return [name for name, count in zip(self._names, counts, strict=True) if count == 0]
+
+
+def _is_rounded_by_autocast(unit: torch.nn.Module, others: set[int]) -> bool:
+    """Return whether autocast rounds all parameters of `unit` but `others`, which have units of their own."""
+    owners = [m for m in unit.modules() if any(id(p) not in others for p in m.parameters(recurse=False))]
+    return all(type(module) in _ROUNDED for module in owners)
 
 
 def _blocks_without_tied_weights(model: torch.nn.Module) -> list[torch.nn.Module]:

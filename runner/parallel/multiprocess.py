@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 
 from runner.batching import Plan
-from runner.config.errors import ConfigError, check, check_range, errors_under
+from runner.config.errors import ConfigError, check, check_range, did_you_mean, errors_under
 from runner.device import Device
 from runner.parallel.base import Parallel
 from runner.parallel.collectives import ProcessGroup
@@ -102,3 +102,15 @@ class MultiProcess(Parallel, ABC):
     def allocate_shared_state(self, session: Session) -> Any:
         """Allocate and return memory that all processes of this machine share; return None if the mode needs none."""
         return None
+
+
+def check_find_unused(choice: bool | str) -> None:
+    """Check the option `find_unused` of a mode: a truth value or auto."""
+    if not isinstance(choice, bool) and choice != "auto":
+        remedy = did_you_mean(choice, ("auto", "true", "false"))
+        raise ConfigError("find_unused", choice, "there is no such choice;", remedy)
+
+
+def finds_unused(choice: bool | str, model: torch.nn.Module) -> bool:
+    """Return whether a mode looks for parameters that a step does not use: `auto` trusts this project's networks."""
+    return bool(choice) if choice != "auto" else not type(model).__module__.startswith("runner.")

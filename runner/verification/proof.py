@@ -1,8 +1,8 @@
 """The proof at the start of a run: its first step, in its mode, against that of the same network on a single device.
 
 It is for code from elsewhere, which a parallel mode, a compiler or a memory format may compute differently. Compared
-are the samples of the first batch, the loss, the gradients, the buffers of each process, and the outputs of an
-evaluation. Both steps are trained by copies of the components, so that the run itself begins as without a proof.
+are the samples of the first batch, the loss, the gradients, the buffers, and the outputs of an evaluation. Both steps
+are those of copies of the components, with a learning rate of zero, so that the run begins as it does without a proof.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import logging
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from runner.batching import Accumulation, Plan
 from runner.config import user_code
-from runner.config.errors import ABSENT, ConfigError, described
+from runner.config.errors import ConfigError, described
 from runner.config.options import chosen_option
 from runner.config.schema import component_fields
 from runner.model.networks import NamedModel
@@ -31,18 +31,26 @@ from runner.parallel.collectives import Collectives
 from runner.parallel.session import Session
 from runner.precision import Double, Precision
 from runner.run import Run
-from runner.seeds import random_states, set_random_states
+from runner.schedule import Schedule
+from runner.seeds import derive, random_states, set_random_states
 from runner.system import torch_errors
 from runner.tracking.metrics import DivergedError
 from runner.training import torch_refusals
 from runner.verification.steps import Steps, record
-from runner.verification.verdict import FLOAT32_ROUNDING, MARGIN, Difference, Pair, first_other_samples, largest_difference
+from runner.verification.verdict import (
+    FLOAT32_ROUNDING,
+    MARGIN,
+    Difference,
+    Pair,
+    first_other_samples,
+    largest_difference,
+)
 from runner.workloads.base import Workload
 
 log = logging.getLogger(__name__)
 
-_KINDS = {"loss": "loss", "gradients": "gradients", "buffers of ranks": "buffers", "evaluation": "evaluations"}
-"""The kinds of tensors that are compared (see `Steps`), and what they are called in a refusal."""
+_KINDS = ("loss", "gradients", "buffers", "evaluation")
+"""The kinds of tensors that are compared (see `Steps`)."""
 
 _SWITCHES: tuple[Callable[[torch.nn.Module], object], ...] = (
     lambda model: None,
@@ -50,6 +58,14 @@ _SWITCHES: tuple[Callable[[torch.nn.Module], object], ...] = (
     lambda model: model.eval(),
 )
 """What is done to a network until it draws no random numbers, which processes and micro-batches draw differently."""
+
+
+@dataclass
+class _Still(Schedule):
+    """A learning rate of zero, with which rounding in the gradients changes no weight before the evaluation."""
+
+    def factor(self, update: int, num_updates: int) -> float:
+        return 0.0
 
 
 def prove(run: Run, session: Session) -> None:
@@ -98,10 +114,6 @@ def _ways(run: Run, session: Session) -> dict[str, str]:
     return {key: value for key, value in ways.items() if value}
 
 
-_Found = tuple[str, float, str, float]
-"""A kind of tensor that differs, the largest relative difference, in which tensor, and the limit."""
-
-
 class _Proof:
     """The steps of a single device, which rank 0 computes alone, and those of the run, by precision."""
 
@@ -115,23 +127,22 @@ class _Proof:
 
     def text(self) -> str:
         """Return in words what was found; raise a `ConfigError` if the steps differ. Called on every rank."""
-        on_rank_0, own = self._session.collectives.from_rank_0, self._run.precision
+        on_rank_0, own, exact = self._session.collectives.from_rank_0, self._run.precision, Double()
         self._switch, why_not = on_rank_0(self._choose)
         if why_not:
             return f"left out, as {why_not}"
         fine = own if own.tolerance <= Precision.tolerance else Precision()
         self._train(fine)
-        difference = on_rank_0(lambda: self._difference(fine, FLOAT32_ROUNDING))
-        if difference is not None and not isinstance(fine, Double) and on_rank_0(self._has_float64):
-            self._train(Double())  # is it rounding?
-            difference = on_rank_0(lambda: self._difference(Double(), FLOAT32_ROUNDING))
-            if difference is None:
-                difference = on_rank_0(lambda: self._difference_of_rounding(fine, Double(), 100 * FLOAT32_ROUNDING))
-        if difference is None and fine is not own:
+        found = on_rank_0(partial(self._difference, fine))
+        if found and not isinstance(fine, Double) and on_rank_0(self._has_float64):  # it may be rounding
+            self._train(exact)
+            found = on_rank_0(partial(self._difference, exact))
+            found = found or on_rank_0(partial(self._beyond_rounding, fine, exact, 100 * FLOAT32_ROUNDING))
+        if not found and fine is not own:
             self._train(own)
-            difference = on_rank_0(lambda: self._difference_of_rounding(own, fine, own.tolerance))
-        if difference is not None:
-            raise self._refusal(*difference)
+            found = on_rank_0(partial(self._beyond_rounding, own, fine, own.tolerance))
+        if found:
+            raise self._refused(found)
         return "the first step is that of a single device" + on_rank_0(self._remark)
 
     # On rank 0
@@ -190,46 +201,67 @@ class _Proof:
         except Exception:  # code that computes with values in float32, for example
             return False
 
-    def _difference(self, precision: Precision, limit: float) -> _Found | None:
-        """Return the first kind of tensor that differs by more than `limit`, how much, where, and `limit`."""
+    def _difference(self, precision: Precision) -> str:
+        """Return in words what differs by more than the rounding of float32; empty if nothing does."""
         tested, reference = self._tested[type(precision)], self._reference(precision)
         if tested.diverged:
-            return tested.diverged, torch.inf, "it", limit
+            return f"{tested.diverged}, but not on a single device"
         if first_other_samples(Pair(tested, reference)):
-            return "samples", torch.inf, "the first batch", limit
+            return "it trains on other samples than a single device: what the data returns depends on who reads it"
         for kind in _KINDS:
-            size, where = self._largest(tested, reference, kind)
-            if not size <= limit:
-                return kind, size, where, limit
-        return None
+            if not (found := self._largest(tested, reference, kind)).size <= FLOAT32_ROUNDING:
+                parts = self._num_parts if self._parts == 1 else 1
+                is_of_parts = parts > 1 and (
+                    self._largest(tested, self._reference(precision, parts), kind).size <= 10 * FLOAT32_ROUNDING
+                )
+                why = (
+                    "; a single device computes the same from the parts of the batch: the network or the loss depends "
+                )
+                return _words(kind, found, FLOAT32_ROUNDING) + f"{why}on how it is divided" * is_of_parts
+        return self._other_buffers(tested, reference)
 
-    def _difference_of_rounding(self, rough: Precision, fine: Precision, least: float) -> _Found | None:
-        """Return as `_difference` what differs by more than `least` and `MARGIN` × the rounding of a single device."""
+    def _beyond_rounding(self, rough: Precision, fine: Precision, least: float) -> str:
+        """Return in words what differs by more than `least` and `MARGIN` × the rounding of a single device."""
         tested, reference = self._tested[type(rough)], self._reference(rough)
         if reference.diverged or not _is_finite(reference):  # an overflow of float16, which skips the step
-            return None
+            return ""
         for kind in _KINDS:
             rounding = self._largest(reference, self._reference(fine), kind)
-            (size, where), limit = self._largest(tested, reference, kind), max(least, MARGIN * rounding.size)
-            if not size <= limit:
-                return kind, size, where, limit
-        return None
+            found, limit = self._largest(tested, reference, kind), max(least, MARGIN * rounding.size)
+            if not found.size <= limit:
+                return _words(kind, found, limit)
+        return ""
 
     def _largest(self, tested: Steps, reference: Steps, kind: str) -> Difference:
         ours, theirs = tested.tensors[kind], reference.tensors[kind]
-        if kind == "buffers of ranks":
-            of_all = {name.removesuffix(" of rank 0"): each for name, each in theirs.items()}
-            ours = {name: each for name, each in ours.items() if self._buffer(name) in of_all}
-            if self._parts > 1:
-                ours = {name: each for name, each in ours.items() if self._buffer(name) not in self._batch_norms}
-            theirs = {name: of_all[self._buffer(name)] for name in ours}
         if kind == "evaluation" and not (ours and theirs):
             return Difference(0.0, "not compared")
+        if self._parts > 1:  # statistics of the whole batch are not those of its parts
+            ours, theirs = ({n: t for n, t in each.items() if n not in self._batch_norms} for each in (ours, theirs))
         return largest_difference(ours, theirs)
 
-    @staticmethod
-    def _buffer(name: str) -> str:
-        return name.rpartition(" of rank ")[0]
+    def _other_buffers(self, tested: Steps, reference: Steps) -> str:
+        """Return in words which buffers of a process are others than those of a single device, if training uses any."""
+        theirs = {name.removesuffix(" of rank 0"): each for name, each in reference.tensors["buffers of ranks"].items()}
+        for name, ours in tested.tensors["buffers of ranks"].items():
+            found = largest_difference({name: ours}, {name: theirs[name.rpartition(" of rank ")[0]]})
+            if not found.size <= FLOAT32_ROUNDING and self._trains_with_buffers():
+                return _words("buffers", found, FLOAT32_ROUNDING) + "; later steps compute with them"
+        return ""
+
+    def _trains_with_buffers(self) -> bool:
+        """Return whether the loss of a training step depends on the values of floating-point buffers."""
+        run, losses = self._copied(Precision(), Parallel()), []
+        for change in (0.0, 1.0):
+            torch.manual_seed(derive(run.seed, "weights"))
+            model = run.workload.build_model().to(self._session.device)
+            _SWITCHES[self._switch](model.train())
+            batch = next(run.workload.batches(model, Plan(run.batch_size, seed=run.seed), 0, self._session.device))
+            with torch.no_grad():
+                for buffer in model.buffers():
+                    buffer += change if buffer.is_floating_point() else 0
+                losses.append(run.workload.loss(model, batch)[0])
+        return not torch.equal(*losses)
 
     def _remark(self) -> str:
         if self._parts > 1:
@@ -252,7 +284,12 @@ class _Proof:
 
     def _copied(self, precision: Precision, parallel: Parallel, **options: object) -> Run:
         workload = _copied(self._run.workload)
-        parts = {"precision": copy.deepcopy(precision), "parallel": parallel, "workload": workload}
+        parts = {
+            "precision": copy.deepcopy(precision),
+            "parallel": parallel,
+            "workload": workload,
+            "schedule": _Still(),
+        }
         copied = replace(self._run, **parts, resume="never", **options)  # pyright: ignore[reportArgumentType]
         copied.config = self._run.config
         return copied
@@ -264,31 +301,19 @@ class _Proof:
         except DivergedError as error:
             return Steps(diverged=str(error))
 
-    def _refusal(self, kind: str, size: float, where: str, limit: float) -> ConfigError:
-        if kind == "samples":
-            why = "it trains on other samples than a single device: what the data set returns depends on who reads it"
-            return self._refused(why)
-        if kind not in _KINDS:
-            return self._refused(f"{kind}, but not on a single device")
-        by = f"by {size:.1e}; rounding explains {limit:.0e}" if size < torch.inf else ""
-        why = f"its {_KINDS[kind]} differ from those of a single device ({where} {by})"
-        if self._session.collectives.from_rank_0(self._depends_on_parts):
-            why += "; the network or the loss computes something else for the parts of a batch than for the whole"
-        return self._refused(why)
-
-    def _depends_on_parts(self) -> bool:
-        """Return whether a single device computes the same as the run if it takes the batch in as many parts."""
-        precision, before = [*self._references][0][0](), self._parts
-        if before > 1 or self._num_parts == 1 or type(precision) not in self._tested:
-            return False
-        self._parts = self._num_parts
-        found = self._difference(precision, 100 * FLOAT32_ROUNDING)
-        return found is None or found[0] == "buffers of ranks"
-
     def _refused(self, why: str) -> ConfigError:
         key, value = next(iter(self._ways.items()))
-        remedy = " ".join({"parallel": "parallel=single", "accumulation": "accumulation=1"}.get(k, f"{k}=false") for k in self._ways)
-        return ConfigError(key, value, why, f"{remedy} computes it; `runner verify` with these options shows all, and proof=false trains it all the same")
+        plain = {"parallel": "single", "accumulation": "1"}
+        remedy = " ".join(f"{name}={plain.get(name, 'false')}" for name in self._ways)
+        more = "`python -m runner verify` with the same options shows more, and proof=false trains it nevertheless"
+        return ConfigError(key, value, why, f"{remedy} computes it; {more}")
+
+
+def _words(kind: str, found: Difference, limit: float) -> str:
+    what = {"loss": "its loss is not that", "evaluation": "its outputs in evaluations are not those"}
+    is_not = what.get(kind, f"its {kind} are not those")
+    by = f"{found.where} differs by {found.size:.1e}, and rounding explains {limit:.0e}"
+    return f"{is_not} of a single device: {by if found.size < torch.inf else found.where}"
 
 
 def _copied(workload: Workload) -> Workload:

@@ -121,7 +121,7 @@ def record_runs(configs: Sequence[dict[str, Any]], directory: Path, collectives:
 
 
 def record(
-    run: Run, session: Session, directory: Path, change: Callable[[torch.nn.Module], None] = lambda model: None
+    run: Run, session: Session, directory: Path, change: Callable[[torch.nn.Module], object] = lambda model: None
 ) -> Steps:
     """Train the first steps of a run, and return their record. On rank 0, the record covers all ranks.
 

@@ -1,0 +1,306 @@
+"""Networks, losses and data of users that parallel modes and compilers may compute differently than a single device."""
+
+from __future__ import annotations
+
+import math
+import os
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed, nn
+from torch.nn.functional import cross_entropy, linear
+from torch.utils.data import Dataset
+
+from helpers.compose import compose_config
+from runner.config import user_code
+from runner.config.errors import ConfigError
+from runner.run import build_run
+from runner.training import train
+from runner.verification.proof import prove
+
+CPU = ("device=cpu", "device.threads=1", "batch_size=12", "steps=4", "eval_every=2", "schedule=constant")
+PLAIN = ("optimizer=sgd", "optimizer.lr=0.1", "optimizer.momentum=0", "optimizer.weight_decay=0", "precision=64")
+"""The overrides of which `plain_weights` is the result."""
+
+
+def numbers(count: int = 48) -> tuple[torch.Tensor, torch.Tensor]:
+    inputs = torch.randn(count, 6, generator=torch.Generator().manual_seed(0))
+    return inputs, (inputs[:, 0] * inputs[:, 1] > 0).long()
+
+
+def indices() -> tuple[torch.Tensor, torch.Tensor]:
+    inputs = torch.randint(0, 20, (48, 4), generator=torch.Generator().manual_seed(0))
+    return inputs, (inputs.sum(1) > 40).long()
+
+
+def images() -> tuple[torch.Tensor, torch.Tensor]:
+    inputs = torch.randn(48, 3, 6, 6, generator=torch.Generator().manual_seed(0))
+    return inputs, (inputs.mean((1, 2, 3)) > 0).long()
+
+
+def chain(*inner: nn.Module) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(6, 8), *inner, nn.Linear(8, 2))
+
+
+def reused() -> nn.Module:
+    tanh = nn.Tanh()
+    return chain(tanh, nn.Linear(8, 8), tanh)
+
+
+def in_place() -> nn.Module:
+    return chain(nn.ReLU(inplace=True), nn.Linear(8, 8), nn.LeakyReLU(inplace=True))
+
+
+class Experts(nn.Module):
+    """Each sample is computed by one of several layers: a process may use some of them alone, or none of them."""
+
+    def __init__(self, count: int = 4):
+        super().__init__()
+        self.experts, self.head = nn.ModuleList(nn.Linear(6, 4) for _ in range(count)), nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result, which = x.new_zeros(len(x), 4), (x[:, 0].abs() * 10).long() % len(self.experts)
+        for number, expert in enumerate(self.experts):
+            if len(rows := (which == number).nonzero(as_tuple=True)[0]):
+                result = result.index_add(0, rows, expert(x[rows]))
+        return self.head(torch.tanh(result))
+
+
+class NeverUsed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = chain(nn.Tanh()), nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.used(x)
+
+
+def masked() -> nn.Module:
+    """The first rows of a weight keep their values: a hook multiplies their gradients by zero."""
+    made, mask = chain(nn.Tanh()), torch.ones(8, 6)
+    mask[:4] = 0
+    made[0].weight.register_hook(lambda gradient: gradient * mask.to(gradient.dtype))
+    return made
+
+
+class AssignsBuffer(nn.Module):
+    """The running mean of the inputs, assigned and not changed in place, is that of evaluations."""
+
+    def __init__(self, in_training: bool = False):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(6))
+        self.layers, self.in_training = chain(nn.Tanh()), in_training
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        before = self.mean
+        if self.training:
+            self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        return self.layers(x - before if self.in_training or not self.training else x)
+
+
+class WritesWeights(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(20, 8, max_norm=1.0), nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.table(x).mean(1))
+
+
+class Centers(nn.Module):
+    """What is computed of a sample depends on the others in the same forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = chain(nn.Tanh())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x - x.mean(0))
+
+
+class KnowsItsRank(Centers):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x * (1 + (distributed.get_rank() if distributed.is_initialized() else 0)))
+
+
+class WrongOrder(nn.Module):
+    """The method `blocks`, by which a pipeline splits the network, names two of its layers in another order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = chain(nn.Tanh(), nn.Linear(8, 8), nn.Sigmoid())
+
+    def blocks(self) -> list[tuple[str, nn.Module]]:
+        return [(str(i), self.layers[i]) for i in (0, 3, 2, 1, 4)]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
+class ScalesInEvaluation(WrongOrder):
+    def blocks(self) -> list[tuple[str, nn.Module]]:
+        return [(str(i), layer) for i, layer in enumerate(self.layers)]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x) * (1 if self.training else 3)
+
+
+class MemoryOrder(nn.Module):
+    """It reads the values of its input in the order in which they lie in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Tanh())
+        self.head = nn.Linear(64, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layers(x)
+        return self.head(y.as_strided((len(y), 64), (64, 1)))
+
+
+class Compiled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = chain(nn.Tanh())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x * 2 if torch.compiler.is_compiling() else x)
+
+
+def hooked(which: str) -> nn.Module:
+    made = chain(nn.Tanh())
+    if which == "before":
+        made.register_forward_pre_hook(lambda _, inputs: (inputs[0] * 3 + 1,))
+    elif which == "after":
+        made.register_forward_hook(lambda _, inputs, outputs: outputs * 2)
+    else:
+        made.register_full_backward_hook(lambda _, gradients, outputs: None if gradients[0] is None else gradients)
+        made.register_full_backward_pre_hook(lambda _, gradients: (gradients[0] * 2,))
+    return made
+
+
+class Temperature(nn.Module):
+    """A parameter of no dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.temperature = chain(nn.Tanh()), nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x) * self.temperature
+
+
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase, self.layers = nn.Parameter(torch.randn(6, dtype=torch.complex64)), chain(nn.Tanh())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers((x * self.phase).abs())
+
+
+class OwnLinear(nn.Linear):
+    """A subclass of a layer whose weights autocast does not round."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return linear(x, self.weight * 1000 - self.weight * 999, self.bias)
+
+
+def old_weight_norm() -> nn.Module:
+    made = chain(nn.Tanh())
+    nn.utils.weight_norm(made[0])
+    return made
+
+
+def summed(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return cross_entropy(outputs, targets, reduction="sum")
+
+
+def of_first_class(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """A mean over some of the samples, whose number is another in each part of a batch."""
+    return cross_entropy(outputs, targets.masked_fill(targets == 1, -100))
+
+
+def off(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return cross_entropy(outputs, targets) + 1e-3 * outputs.std()
+
+
+class OfProcess(Dataset):
+    """Its samples depend on the process that reads them."""
+
+    def __len__(self) -> int:
+        return 48
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return torch.full((6,), math.sin(index * (1 + os.getpid() % 97))), index % 2
+
+
+class Counts(OfProcess):
+    """Its samples depend on how many have been read before."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        self.count += 1
+        return torch.full((6,), math.sin(index) + self.count / 100), index % 2
+
+
+def case(model: Any, data: Any = None, **parts: Any) -> dict[str, Any]:
+    """The parts of a user, whose held-out samples are those of the training."""
+    data = numbers() if data is None else data
+    return {"model": model, "data": (data, data), **parts}
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "plain": case(partial(chain, nn.Tanh())),
+    "reused": case(reused),
+    "in_place": case(in_place),
+    "experts": case(Experts),
+    "never_used": case(NeverUsed),
+    "masked": case(masked),
+    "masked_object": case(masked()),
+    "assigns_buffer": case(AssignsBuffer),
+    "assigned_buffer_in_training": case(partial(AssignsBuffer, True)),
+    "writes_weights": case(WritesWeights, indices()),
+    "centers": case(Centers),
+    "knows_its_rank": case(KnowsItsRank),
+    "wrong_order": case(WrongOrder),
+    "scales_in_evaluation": case(ScalesInEvaluation),
+    "memory_order": case(MemoryOrder, images()),
+    "compiled": case(Compiled),
+    "hook_before": case(partial(hooked, "before")),
+    "hook_after": case(partial(hooked, "after")),
+    "hook_backward": case(partial(hooked, "backward")),
+    "temperature": case(Temperature),
+    "complex": case(Complex),
+    "own_linear": case(partial(chain, OwnLinear(8, 8))),
+    "old_weight_norm": case(old_weight_norm),
+    "summed": case(partial(chain, nn.Tanh()), loss=summed),
+    "of_first_class": case(partial(chain, nn.Tanh()), loss=of_first_class),
+    "off": case(partial(chain, nn.Tanh()), loss=off),
+    "of_process": case(partial(chain, nn.Tanh()), OfProcess()),
+    "counts": case(partial(chain, nn.Tanh()), Counts()),
+    "dropout": case(partial(chain, nn.Tanh(), nn.Dropout(0.5))),
+    "batch_norm": case(partial(chain, nn.BatchNorm1d(8), nn.Tanh())),
+}
+
+
+def config_of(name: str, *overrides: str) -> dict[str, Any]:
+    return compose_config(*user_code.passed(**CASES[name]).added_to([*CPU, *overrides]))
+
+
+def trained(name: str, config: dict[str, Any], directory: Path) -> Any:
+    """Prove and train a run of `CASES[name]`, and return its result, or the text of the error that refuses it."""
+    with user_code.using(user_code.passed(**CASES[name])):
+        run = build_run(config)
+        launcher = run.parallel.launcher(run.device)
+        try:
+            with launcher.connect() as process:
+                session = run.prepare(process)
+                here = partial(train, run, session, directory, prove=prove)
+                return launcher.launch(here, here, session, directory)
+        except ConfigError as refusal:
+            return str(refusal)

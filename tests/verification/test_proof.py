@@ -1,0 +1,104 @@
+"""Tests of the proof at the start: what a mode would compute differently is refused, and what it computes is right."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import incorrect_modes
+from helpers.ranks import Ranks
+from helpers.strange_networks import config_of, trained
+
+MODE = "parallel._target_=helpers.incorrect_modes."
+PLANTED_MISTAKES: dict[str, tuple[str, list[str], str]] = {
+    # in modes
+    "no all-reduce": ("plain", [f"{MODE}NoAllReduce"], "gradients"),
+    "mean of means": ("plain", [f"{MODE}UnequalShards"], "gradients"),
+    "clipping by local norms": ("plain", [f"{MODE}ClipsLocally", "max_grad_norm=0.1"], "gradients"),
+    "rounded gradients": ("plain", [f"{MODE}RoundsGradients"], "gradients"),
+    "buffers of rank 0": ("assigns_buffer", [f"{MODE}SavesRankZeroBuffers"], "buffers"),
+    "evaluation of one shard": ("plain", [f"{MODE}EvaluatesOneShard"], "outputs in evaluations"),
+    "a micro-batch dropped": ("plain", [f"{MODE}DropsLastMicroBatch", "accumulation=2"], "gradients"),
+    "permuted targets": ("plain", [f"{MODE}PermutesTargets", "accumulation=2"], "loss"),
+    # in networks
+    "hook before the network": ("hook_before", ["parallel=pipeline"], "loss"),
+    "hook after the network": ("hook_after", ["parallel=pipeline", "parallel.engine=streams"], "loss"),
+    "hook of its backward pass": ("hook_backward", ["parallel=pipeline"], "gradients"),
+    "blocks in another order": ("wrong_order", ["parallel=pipeline"], "loss"),
+    "another forward pass in evaluations": ("scales_in_evaluation", ["parallel=pipeline"], "outputs in evaluations"),
+    "statistics of the batch": ("centers", ["accumulation=2"], "depends on how it is divided"),
+    "statistics of the batch in ddp": ("centers", ["parallel=ddp"], "depends on how it is divided"),
+    "running statistics in training": ("assigned_buffer_in_training", ["parallel=ddp"], "later steps compute with"),
+    "weights written in forward": ("writes_weights", ["parallel=ddp"], "writes weights (table.weight)"),
+    "weights written in fsdp": ("writes_weights", ["parallel=fsdp"], "writes weights (table.weight)"),
+    "the rank in the network": ("knows_its_rank", ["parallel=ddp"], "loss"),
+    "the order in memory": ("memory_order", ["channels_last=true"], "loss"),
+    "hook of a weight": ("masked", ["compile=step"], "hooks of parameters (0.weight)"),
+    # in losses and data
+    "a sum": ("summed", ["accumulation=2"], "depends on how it is divided"),
+    "a mean over some samples": ("of_first_class", ["parallel=ddp"], "depends on how it is divided"),
+    "a small part of the loss": ("off", ["accumulation=2"], "depends on how it is divided"),
+    "samples of the process": ("of_process", ["parallel=ddp"], "other samples"),
+    "samples of the past": ("counts", ["accumulation=2"], "other samples"),
+}
+"""The case and the overrides of each mistake, and words that must be in the refusal."""
+
+
+def train(ranks: Ranks, name: str, overrides: list[str], directory: Path) -> Any:
+    """Return the result of a run in two processes, or in one if the mode has one; or why it is refused."""
+    alone = ("accumulation", "compile", "channels_last", f"{MODE}Drops", f"{MODE}Permutes", "parallel.engine=streams")
+    count = 1 if any(word.startswith(alone) for word in overrides) else 2
+    return ranks(count).call_on_all(trained, name, config_of(name, *overrides), directory)[0]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _declared(tmp_path_factory) -> Iterator[None]:
+    """The ranks, which start once, find the incorrect modes as long as the tests of this module run."""
+    with pytest.MonkeyPatch.context() as patch:
+        incorrect_modes.declare(tmp_path_factory.mktemp("package"), patch)
+        yield
+
+
+@pytest.mark.parametrize("name", PLANTED_MISTAKES)
+def test_a_planted_mistake_is_refused_before_the_first_step(name, ranks, tmp_path):
+    case, overrides, words = PLANTED_MISTAKES[name]
+    refusal = train(ranks, case, overrides, tmp_path)
+    assert isinstance(refusal, str), refusal
+    assert words in refusal
+    assert not (tmp_path / "checkpoints").exists()
+
+
+RIGHT: dict[str, list[str]] = {
+    "reused": ["pipeline", "pipeline streams", "fsdp", "compile=step"],
+    "in_place": ["pipeline", "pipeline streams", "pipeline zero_bubble", "fsdp"],
+    "experts": ["ddp", "fsdp", "ddp accumulation=2", "fsdp accumulation=2", "accumulation=2"],
+    "never_used": ["ddp", "fsdp", "fsdp optimizer.weight_decay=0.1"],
+    "masked": ["ddp", "fsdp", "fsdp accumulation=2", "pipeline", "accumulation=2"],
+    "masked_object": ["single", "accumulation=2"],
+    "assigns_buffer": ["compile=step", "ddp", "fsdp"],
+    "assigned_buffer_in_training": ["compile=step"],
+    "writes_weights": ["single"],
+    "old_weight_norm": ["ddp", "pipeline"],
+    "own_linear": ["fsdp", "pipeline"],
+    "temperature": ["ddp", "accumulation=2"],
+    "dropout": ["hogwild processes=1"],
+}
+"""The modes in which a network of `CASES` trains, to the weights of a plain loop."""
+
+
+def plain_weights(name: str, weight_decay: float) -> dict[str, torch.Tensor]:
+    """Train for four steps in plain PyTorch, in float64."""
+    inputs, targets = CASES[name]["data"][0]
+    make = CASES[name]["model"]
+    torch.manual_seed(derive(0, "weights"))
+    model = (make() if not isinstance(make, torch.nn.Module) else masked()).double()
+    torch.manual_seed(derive(0, "rank", 0))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=weight_decay)
+    stream = torch.randperm(48, generator=torch.Generator().manual_seed(derive(0, "order", 0)))
+    for rows in stream.split(12):
+        optimizer.zero_grad()
+        batch = inputs[rows]
+        cross_entropy(model(batch.double() if batch.is_floating_point() else batch), targets[rows]).backward()
+        optimizer.step()
+    return model.state_dict()
