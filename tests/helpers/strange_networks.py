@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,9 +45,13 @@ def chain(*inner: nn.Module) -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, 8), *inner, nn.Linear(8, 2))
 
 
+def tanh() -> nn.Module:
+    return chain(nn.Tanh())
+
+
 def reused() -> nn.Module:
-    tanh = nn.Tanh()
-    return chain(tanh, nn.Linear(8, 8), tanh)
+    activation = nn.Tanh()
+    return chain(activation, nn.Linear(8, 8), activation)
 
 
 def in_place() -> nn.Module:
@@ -210,7 +215,8 @@ class OwnLinear(nn.Linear):
 
 def old_weight_norm() -> nn.Module:
     made = chain(nn.Tanh())
-    nn.utils.weight_norm(made[0])
+    with warnings.catch_warnings(action="ignore"):  # it is deprecated
+        nn.utils.weight_norm(made[0])
     return made
 
 
@@ -255,7 +261,7 @@ def case(model: Any, data: Any = None, **parts: Any) -> dict[str, Any]:
 
 
 CASES: dict[str, dict[str, Any]] = {
-    "plain": case(partial(chain, nn.Tanh())),
+    "plain": case(tanh),
     "reused": case(reused),
     "in_place": case(in_place),
     "experts": case(Experts),
@@ -276,15 +282,15 @@ CASES: dict[str, dict[str, Any]] = {
     "hook_backward": case(partial(hooked, "backward")),
     "temperature": case(Temperature),
     "complex": case(Complex),
-    "own_linear": case(partial(chain, OwnLinear(8, 8))),
+    "own_linear": case(lambda: chain(OwnLinear(8, 8))),
     "old_weight_norm": case(old_weight_norm),
-    "summed": case(partial(chain, nn.Tanh()), loss=summed),
-    "of_first_class": case(partial(chain, nn.Tanh()), loss=of_first_class),
-    "off": case(partial(chain, nn.Tanh()), loss=off),
-    "of_process": case(partial(chain, nn.Tanh()), OfProcess()),
-    "counts": case(partial(chain, nn.Tanh()), Counts()),
-    "dropout": case(partial(chain, nn.Tanh(), nn.Dropout(0.5))),
-    "batch_norm": case(partial(chain, nn.BatchNorm1d(8), nn.Tanh())),
+    "summed": case(tanh, loss=summed),
+    "of_first_class": case(tanh, loss=of_first_class),
+    "off": case(tanh, loss=off),
+    "of_process": case(tanh, OfProcess()),
+    "counts": case(tanh, Counts()),
+    "dropout": case(lambda: chain(nn.Tanh(), nn.Dropout(0.5))),
+    "batch_norm": case(lambda: chain(nn.BatchNorm1d(8), nn.Tanh())),
 }
 
 

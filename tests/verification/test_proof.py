@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from helpers import incorrect_modes
+from helpers.plain_loop import largest_difference, weights_at
 from helpers.ranks import Ranks
-from helpers.strange_networks import config_of, trained
+from helpers.strange_networks import CASES, PLAIN, config_of, trained
+from torch.nn.functional import cross_entropy
+
+from runner.seeds import derive
 
 MODE = "parallel._target_=helpers.incorrect_modes."
 PLANTED_MISTAKES: dict[str, tuple[str, list[str], str]] = {
@@ -34,10 +40,12 @@ PLANTED_MISTAKES: dict[str, tuple[str, list[str], str]] = {
     "weights written in fsdp": ("writes_weights", ["parallel=fsdp"], "writes weights (table.weight)"),
     "the rank in the network": ("knows_its_rank", ["parallel=ddp"], "loss"),
     "the order in memory": ("memory_order", ["channels_last=true"], "loss"),
+    "weights that cannot be copied": ("old_weight_norm", ["parallel=pipeline"], "weight_norm"),
+    "a parameter without dimensions": ("temperature", ["parallel=fsdp"], "scalar parameters"),
     "hook of a weight": ("masked", ["compile=step"], "hooks of parameters (0.weight)"),
     # in losses and data
     "a sum": ("summed", ["accumulation=2"], "depends on how it is divided"),
-    "a mean over some samples": ("of_first_class", ["parallel=ddp"], "depends on how it is divided"),
+    "a mean over some samples": ("of_first_class", ["parallel=ddp", "accumulation=2"], "depends on how it is divided"),
     "a small part of the loss": ("off", ["accumulation=2"], "depends on how it is divided"),
     "samples of the process": ("of_process", ["parallel=ddp"], "other samples"),
     "samples of the past": ("counts", ["accumulation=2"], "other samples"),
@@ -47,8 +55,16 @@ PLANTED_MISTAKES: dict[str, tuple[str, list[str], str]] = {
 
 def train(ranks: Ranks, name: str, overrides: list[str], directory: Path) -> Any:
     """Return the result of a run in two processes, or in one if the mode has one; or why it is refused."""
-    alone = ("accumulation", "compile", "channels_last", f"{MODE}Drops", f"{MODE}Permutes", "parallel.engine=streams")
-    count = 1 if any(word.startswith(alone) for word in overrides) else 2
+    alone = (
+        "compile",
+        "parallel=single",
+        "channels_last",
+        f"{MODE}Drops",
+        f"{MODE}Permutes",
+        "parallel.engine=streams",
+    )
+    several = any(word.startswith(("parallel=", MODE)) for word in overrides)
+    count = 2 if several and not any(word.startswith(alone) for word in overrides) else 1
     return ranks(count).call_on_all(trained, name, config_of(name, *overrides), directory)[0]
 
 
@@ -70,21 +86,22 @@ def test_a_planted_mistake_is_refused_before_the_first_step(name, ranks, tmp_pat
 
 
 RIGHT: dict[str, list[str]] = {
-    "reused": ["pipeline", "pipeline streams", "fsdp", "compile=step"],
-    "in_place": ["pipeline", "pipeline streams", "pipeline zero_bubble", "fsdp"],
-    "experts": ["ddp", "fsdp", "ddp accumulation=2", "fsdp accumulation=2", "accumulation=2"],
-    "never_used": ["ddp", "fsdp", "fsdp optimizer.weight_decay=0.1"],
-    "masked": ["ddp", "fsdp", "fsdp accumulation=2", "pipeline", "accumulation=2"],
-    "masked_object": ["single", "accumulation=2"],
-    "assigns_buffer": ["compile=step", "ddp", "fsdp"],
-    "assigned_buffer_in_training": ["compile=step"],
-    "writes_weights": ["single"],
-    "old_weight_norm": ["ddp", "pipeline"],
-    "own_linear": ["fsdp", "pipeline"],
-    "temperature": ["ddp", "accumulation=2"],
-    "dropout": ["hogwild processes=1"],
+    "reused": ["parallel=pipeline", "parallel=pipeline parallel.engine=streams", "parallel=fsdp"],
+    "in_place": [
+        "parallel=pipeline",
+        "parallel=pipeline parallel.engine=streams",
+        "parallel=pipeline parallel.schedule=zero_bubble",
+    ],
+    "experts": ["parallel=ddp", "parallel=fsdp", "parallel=ddp accumulation=2", "parallel=fsdp accumulation=2"],
+    "never_used": ["parallel=ddp optimizer.weight_decay=0.1", "parallel=fsdp optimizer.weight_decay=0.1"],
+    "masked": ["parallel=ddp", "parallel=fsdp", "parallel=fsdp accumulation=2", "parallel=pipeline"],
+    "masked_object": ["parallel=single"],
+    "assigns_buffer": ["parallel=ddp", "parallel=fsdp"],
+    "old_weight_norm": ["parallel=ddp"],
+    "own_linear": ["parallel=fsdp", "parallel=pipeline"],
+    "temperature": ["parallel=ddp"],
 }
-"""The modes in which a network of `CASES` trains, to the weights of a plain loop."""
+"""The modes in which a network of `CASES` trains to the weights of a plain loop."""
 
 
 def plain_weights(name: str, weight_decay: float) -> dict[str, torch.Tensor]:
@@ -92,8 +109,7 @@ def plain_weights(name: str, weight_decay: float) -> dict[str, torch.Tensor]:
     inputs, targets = CASES[name]["data"][0]
     make = CASES[name]["model"]
     torch.manual_seed(derive(0, "weights"))
-    model = (make() if not isinstance(make, torch.nn.Module) else masked()).double()
-    torch.manual_seed(derive(0, "rank", 0))
+    model = (make() if not isinstance(make, torch.nn.Module) else make).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=weight_decay)
     stream = torch.randperm(48, generator=torch.Generator().manual_seed(derive(0, "order", 0)))
     for rows in stream.split(12):
@@ -102,3 +118,11 @@ def plain_weights(name: str, weight_decay: float) -> dict[str, torch.Tensor]:
         cross_entropy(model(batch.double() if batch.is_floating_point() else batch), targets[rows]).backward()
         optimizer.step()
     return model.state_dict()
+
+
+@pytest.mark.parametrize(("name", "mode"), [(name, mode) for name, modes in RIGHT.items() for mode in modes])
+def test_a_strange_network_trains_to_the_weights_of_a_plain_loop(name, mode, ranks, tmp_path):
+    result = train(ranks, name, [*PLAIN, *mode.split()], tmp_path)
+    assert not isinstance(result, str), result
+    decay = 0.1 if "weight_decay" in mode else 0.0
+    assert largest_difference(weights_at(tmp_path, 4), plain_weights(name, decay)) < 1e-12
