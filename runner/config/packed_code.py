@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pickle
+from inspect import isclass
 from typing import Any
 
-from runner.config.errors import ConfigError
+from runner.config.errors import ConfigError, check
 from runner.config.user_code import UserCode, executed, give, given
 
 
@@ -37,7 +38,16 @@ def unpack(content: bytes) -> Any:
 
 
 def packed() -> bytes:
-    """Return the code that is given, packed for another process; empty if there is none."""
+    """Return the code that is given, packed for another process; empty if there is none.
+
+    Raises:
+        ConfigError: as `pack`, and if parameters of a network that is passed have hooks, which torch leaves out.
+    """
+    model: Any = given().objects.get("model")
+    parameters = model.named_parameters() if hasattr(model, "named_parameters") and not isclass(model) else ()
+    hooked = [name for name, parameter in parameters if parameter._backward_hooks]
+    why = f"hooks of parameters ({', '.join(hooked[:3])}) are not sent to other processes"
+    check(not hooked, "model", type(model).__name__, why, "pass a function that makes the network and registers them")
     return pack(given()) if given() != UserCode() else b""
 
 
