@@ -94,7 +94,8 @@ class CompiledStep:
         state, device = self._state, self._state.session.device
         log.info("compile=step: the first step takes longer, as it is compiled")
         random = random_states(state.session.devices)
-        loss, _ = self._loss(self._parameters, *copied((self._buffers, batch)), 1.0)
+        buffers, inputs = copied((self._buffers, batch))
+        loss, _ = self._loss(self._parameters, buffers, inputs, 1.0)
         gradients = torch.autograd.grad(loss, [*self._parameters.values()], allow_unused=True)
         set_random_states(random, state.session.devices)
         for parameter, gradient in zip(self._parameters.values(), gradients, strict=True):
@@ -120,9 +121,7 @@ class CompiledStep:
         self, parameters: dict[str, torch.Tensor], buffers: dict[str, torch.Tensor], batch: Any, weight: float
     ) -> tuple[torch.Tensor, tuple[BatchSums, dict[str, torch.Tensor]]]:
         def network(*inputs: Any, **options: Any) -> Any:
-            tensors = (
-                parameters | buffers
-            )  # one dict, in which `functional_call` leaves the buffers that forward assigns
+            tensors = parameters | buffers  # one dict, where `functional_call` leaves the buffers that forward assigns
             outputs = functional_call(self._state.model, tensors, inputs, options)
             buffers.update({name: tensors[name] for name in buffers})
             return outputs

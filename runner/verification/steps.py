@@ -125,8 +125,8 @@ def record(
 ) -> Steps:
     """Train the first steps of a run, and return their record. On rank 0, the record covers all ranks.
 
-    `change` is called with the modules once they are in training mode: it may switch off dropout. The hooks that are
-    given are called.
+    `change` is called with the model, and with the loss if it is a module, once they are in training mode. The hooks
+    that are given are called.
     """
     collectives, plan = session.collectives, session.plan
     state = prepare(run, session, directory)
@@ -155,7 +155,8 @@ def record(
     batches = watched(run.workload.batches(state.model, plan, 0, session.device))
     take_step = step_function(state)
     state.modules.train()
-    change(state.modules)
+    for module in state.modules.each:
+        change(module)
     for step in plan.steps(0, session.num_steps):
         samples.append([])
         versions = {name: parameter._version for name, parameter in state.model.named_parameters()}

@@ -84,9 +84,11 @@ class RoundsGradients(Replicas):
 
 
 @dataclass
-class SavesRankZeroBuffers(Replicas):
+class SavesRoundedBuffers(Replicas):
     def full_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[TensorDict, dict[str, Any]]:
-        return Parallel.full_state(self, model, optimizer)
+        tensors, state = super().full_state(model, optimizer)
+        buffers = {name for name, _ in model.named_buffers()}
+        return {n: t.half().to(t.dtype) if n in buffers else t for n, t in tensors.items()}, state
 
 
 @dataclass

@@ -23,7 +23,7 @@ PLANTED_MISTAKES: dict[str, tuple[str, list[str], str]] = {
     "mean of means": ("plain", [f"{MODE}UnequalShards"], "gradients"),
     "clipping by local norms": ("plain", [f"{MODE}ClipsLocally", "max_grad_norm=0.1"], "gradients"),
     "rounded gradients": ("plain", [f"{MODE}RoundsGradients"], "gradients"),
-    "buffers of rank 0": ("assigns_buffer", [f"{MODE}SavesRankZeroBuffers"], "buffers"),
+    "rounded buffers": ("assigns_buffer", [f"{MODE}SavesRoundedBuffers"], "buffers"),
     "evaluation of one shard": ("plain", [f"{MODE}EvaluatesOneShard"], "outputs in evaluations"),
     "a micro-batch dropped": ("plain", [f"{MODE}DropsLastMicroBatch", "accumulation=2"], "gradients"),
     "permuted targets": ("plain", [f"{MODE}PermutesTargets", "accumulation=2"], "loss"),

@@ -127,7 +127,7 @@ PLANTED_MISTAKES = {
     "rounded gradients": ([mode("RoundsGradients")], "gradients"),
     "clipping by local norms": ([mode("ClipsLocally"), "max_grad_norm=0.1"], "gradients"),
     "a micro-batch dropped": ([mode("DropsLastMicroBatch"), "accumulation=2"], "gradients"),
-    "buffers of rank 0": ([mode("SavesRankZeroBuffers"), workload("WithRunningMean")], "buffers"),
+    "rounded buffers": ([mode("SavesRoundedBuffers"), workload("WithRunningMean")], "buffers"),
     "evaluation of one shard": ([mode("EvaluatesOneShard")], "evaluation"),
     "other samples under rounding": (["parallel=ddp", workload("Float32OwnSeed"), "+workload.scale=1e12"], "samples"),
 }
