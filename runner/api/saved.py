@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,11 @@ from runner.api.composing import Config, compose
 from runner.api.evaluation import evaluate_checkpoint, without_initial_weights
 from runner.api.execution import settings_kept
 from runner.config import user_code
-from runner.config.errors import ConfigError, check
+from runner.config.errors import ConfigError, check, errors_under
 from runner.config.user_code import UserCode
 from runner.data.decode import ImageInput
 from runner.data.imagefolder import EXTENSIONS, images_below
+from runner.data.tabular import read_inputs
 from runner.model.base import without_memory
 from runner.run import Run, build_run, check_used
 from runner.storage import checkpoint as stored
@@ -47,7 +48,10 @@ def load(directory: str | os.PathLike[str], **code: Any) -> SavedRun:
 
 @dataclass(frozen=True)
 class Prediction:
-    """The prediction for one file. If it could not be read, it has only an `error`, the reason."""
+    """The prediction for one image, or for the row of a table that begins at a `line` of a file.
+
+    If a file could not be read, it has only an `error`, the reason.
+    """
 
     file: str
     label: str = ""
@@ -56,6 +60,9 @@ class Prediction:
     error: str = ""
     top: tuple[tuple[str, float], ...] = ()
     """The most probable classes, as many as were asked for, and their probabilities; the first is that above."""
+    line: int = 0
+    values: Mapping[str, float] = field(default_factory=dict)
+    """The predicted numbers of a row, by the name of the target and in the units of the data."""
 
 
 class SavedRun:
@@ -167,10 +174,14 @@ class SavedRun:
         """Return a prediction for each image in `files`: paths of images, and of directories with images at any depth.
 
         The images are read as in the run's evaluation. If one cannot be read, its prediction has an `error`. `top` is
-        the number of the most probable classes in a prediction.
+        the number of the most probable classes in a prediction. Of a run on a CSV file, `files` are CSV files with the
+        same inputs, which need no targets, and there is a prediction for each row.
         """
         check(top >= 1, "top", top, "at least the most probable class is predicted", "top=5, for example")
         step = self._step(choice)
+        if self.signature(step).get("columns"):
+            named = [files] if isinstance(files, str | os.PathLike) else files
+            return [each for file in named for each in self._predicted_rows(Path(file), step)]
         inputs, classes = self.image_input(step), self.signature(step)["classes"]
         paths = image_files([files] if isinstance(files, str | os.PathLike) else files)
         model = self.model(step)
@@ -192,6 +203,26 @@ class SavedRun:
                     found[file] = Prediction(file, *best[0], top=best)
             predictions += [found[file] for file in paths[start : start + _BATCH]]
         return predictions
+
+    def _predicted_rows(self, file: Path, step: int) -> list[Prediction]:
+        signature, delimiter = self.signature(step), (self.config.get("data") or {}).get("delimiter") or ","
+        check_readable("FILES", file)
+        why = f"the run predicts {', '.join(signature['targets'])} from the columns of tables"
+        check(file.suffix.lower() in (".csv", ".tsv"), "FILES", str(file), why, "name .csv or .tsv files")
+        check(file.is_file(), "FILES", str(file), "there is no such file", "name .csv or .tsv files")
+        with errors_under("FILES"):
+            inputs, lines = read_inputs(file, signature["columns"], delimiter)
+        scale = {
+            part: [torch.tensor(part_scale[key], dtype=torch.float64) for key in ("mean", "std")]
+            for part, part_scale in signature["scale"].items()
+        }
+        model = self.model(step)
+        like = next((each.dtype for each in model.parameters()), torch.float32)
+        with torch.no_grad():
+            outputs = model(((inputs - scale["inputs"][0]) / scale["inputs"][1]).float().to(like)).double()
+        values = (outputs * scale["targets"][1] + scale["targets"][0]).tolist()
+        named = [dict(zip(signature["targets"], row, strict=True)) for row in values]
+        return [Prediction(str(file), line=line, values=row) for line, row in zip(lines, named, strict=True)]
 
     def image_input(self, choice: str | int = "best") -> ImageInput:
         """Return the transform that turns images into inputs of the model, as in the evaluation of the run."""

@@ -1,5 +1,7 @@
 """`python -m runner predict RUN FILE|DIRECTORY …` prints the class that a run predicts for each image.
 
+Of a run on a CSV file, FILE is one with the same inputs, and the numbers that are predicted for each row are printed.
+
 Images are read as the evaluation of the run reads them: cropped, resized and normalized in the same way. For a file
 that cannot be read, the reason is printed; if none can be read, the exit code is 2. Neither the data of the run nor
 its device is needed. A network of your own needs its code: model=mine.py among the files.
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
 def main(arguments: Sequence[str] | None) -> int:
     parser = Parser("predict", __doc__)
     parser.add_run()
-    parser.add_argument("files", metavar="FILE|DIRECTORY", nargs="+", help="images, or directories of images")
+    parser.add_argument("files", metavar="FILE|DIRECTORY", nargs="+", help="images, directories of them, or CSV files")
     parser.add_forms(csv="print CSV, not a table", json="print JSON, not a table")
     parser.add_argument("--top", metavar="K", type=int, default=1, help="also print the next classes: K in all")
     every = "with --csv or --json, print the probability of every class"
@@ -46,7 +48,9 @@ def main(arguments: Sequence[str] | None) -> int:
     run = load(options.run)
     classes = [*map(printable, run.signature(options.checkpoint).get("classes", []))] if options.probabilities else []
     predictions = run.predict(files, options.checkpoint, max(options.top, len(classes)))
-    top = min(options.top, max(len(each.top) for each in predictions))
+    if any(each.values for each in predictions):
+        return _print_rows(predictions, options)
+    top = min(options.top, max((len(each.top) for each in predictions), default=1))
     names = ["file", "class", "probability", "error"]
     names += [f"{name} {i}" for i in range(2, top + 1) for name in ("class", "probability")]
     names += [f"probability of {each}" for each in classes]
@@ -58,6 +62,20 @@ def main(arguments: Sequence[str] | None) -> int:
     else:
         print(_as_table(predictions, top))
     return REFUSED if all(each.error for each in predictions) else DONE
+
+
+def _print_rows(predictions: list[Prediction], options: Any) -> int:
+    names = ["file", "line", *map(printable, predictions[0].values)]
+    rows = [[printable(each.file), each.line, *each.values.values()] for each in predictions]
+    if options.csv:
+        sys.stdout.write(csv_text([names, *rows]))
+    elif options.json:
+        print(json.dumps([dict(zip(names, row, strict=True)) for row in rows], indent=2))
+    else:
+        for file, line, *values in rows:
+            named = zip(map(one_line, names[2:]), values, strict=True)
+            print("  ".join([*(f"{name} {value:.6g}" for name, value in named), f"{file}:{line}"]))
+    return DONE
 
 
 def _row(prediction: Prediction, top: int, classes: list[str]) -> list[Any]:

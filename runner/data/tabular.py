@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import hashlib
 import io
 import json
@@ -36,6 +37,8 @@ _NAMELESS = re.compile(r"|Unnamed: \d+")
 """A pattern for the names of columns that have none: pandas calls such a column `Unnamed: 0`."""
 _NUMBER = re.compile(r"\s*[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?\s*", re.ASCII)
 """A pattern for numbers: `float` alone takes 2020_01, nan and digits of other scripts for numbers."""
+_SEPARATOR = re.compile(rb"(?:\xef\xbb\xbf)?\"?sep=([\x01-\x7f])\"?\r?\n")
+"""A pattern for the line that Excel writes and reads before the names of the columns."""
 _CSV = "the first line names the columns, all other cells are numbers; "
 _CSV += "data.delimiter='\";\"' sets what is between them, and a .tsv file has tabs"
 _ARRAYS = "write it with numpy.savez(FILE, inputs=…, targets=…), or torch.save({'inputs': …, 'targets': …}, FILE)"
@@ -194,63 +197,110 @@ def read_csv(path: Path, inputs: Sequence[str], targets: Sequence[str], delimite
     are all named columns that are not targets; no `targets`, the last one. Raises `ConfigError` with the line and the
     column.
     """
-    import numpy
-    import pandas  # takes half a second
-
-    def refuse(why: str, remedy: str = _CSV) -> ConfigError:
-        return ConfigError("file", str(path), why, remedy)
-
-    try:
-        # Of text alone, with the first line and blank lines, so that errors can name the line and show the cell.
-        options = {"dtype": str, "na_filter": False, "skipinitialspace": True, "skip_blank_lines": False}
-        content = read_regular(path.resolve(), _MAX_BYTES)
-        if (place := content.find(b"\0")) >= 0:  # pandas 2.2 ends there without an error
-            line = content.count(b"\n", 0, place) + 1
-            raise refuse(f"line {line} has a zero byte: it is damaged, or no text in UTF-8", "save it again: CSV UTF-8")
-        frame = pandas.read_csv(io.BytesIO(content), header=None, sep=delimiter, encoding="utf-8-sig", **options)
-    except UnicodeDecodeError as error:
-        raise refuse(f"it is no text in UTF-8 ({error.reason})", "save it in this encoding: CSV UTF-8") from None
-    except (OSError, ValueError, pandas.errors.ParserError) as error:  # ValueError: no columns
-        why = " ".join(str(error).split()).removeprefix("Error tokenizing data. C error: ")
-        raise refuse(f"it is not a CSV file: {why}") from None
-    frame.columns = names = [name.strip() for name in frame.iloc[0]]
-    frame.index += 1  # the numbers of the lines
-    frame = frame[1:][(frame[1:] != "").any(axis=1)]
+    sheet = _sheet(path, delimiter)
+    names = [*sheet.frame.columns]
     named = [name for name in names if not _NAMELESS.fullmatch(name)]
-    if twice := [name for name, count in Counter(named).items() if count > 1]:
-        raise refuse(f"its first line has the name {twice[0]!r} more than once", "give each column its own name")
-    if len(named) < 2 or len(frame) == 0:
-        raise refuse(f"its first line has the columns {names}, and {len(frame)} lines of cells follow")
+    if len(named) < 2 or len(sheet.frame) == 0:
+        raise sheet.refuse(f"its first line has the columns {names}, and {len(sheet.frame)} lines of cells follow")
     if not (inputs or targets) and all(map(_NUMBER.fullmatch, named)):
         why = f"its first line has numbers, not the names of columns: {shortened(','.join(named))}"
         choose = f"add a line with names; if these are the names, choose columns by them: 'data.targets=[{named[-1]}]'"
-        raise refuse(why, choose)
+        raise sheet.refuse(why, choose)
     if len(named) < len(names) and not (inputs and targets):
         left_out = f"left out {len(names) - len(named)} of {len(names)} columns, which have no name"
         log.info("%s: %s (row numbers, if pandas wrote it); name them to use them", path, left_out)
 
-    targets, known = list(targets) or named[-1:], set(names)
+    targets = list(targets) or named[-1:]
     inputs = list(inputs) or [name for name in named if name not in targets]
     for key, asked in (("targets", targets), ("inputs", inputs)):
-        if unknown := [name for name in asked if name not in known]:
+        if unknown := [name for name in asked if name not in names]:
             raise ConfigError(key, unknown[0], "there is no such column;", did_you_mean(unknown[0], names))
     if len({*inputs, *targets}) < len(inputs) + len(targets) or not inputs:
         why = "each column is an input or a target, once, and there are some of both"
         raise ConfigError("inputs", inputs, why, f"choose others than the targets {', '.join(targets)}")
-
-    chosen = frame[[*inputs, *targets]]
-    spelled = chosen.map(lambda cell: _NUMBER.fullmatch(cell) is not None)
-    table = chosen.where(spelled, "nan").to_numpy(object).astype(float, order="C")
-    wrong = numpy.argwhere(~(numpy.abs(table) <= numpy.finfo(numpy.float32).max))
-    if len(wrong):
-        row, column = wrong[0]
-        where = f"line {chosen.index[row]}, column {chosen.columns[column]}"
-        cell, remedy = chosen.iloc[row, column], "write numbers with a decimal point, and without commas: 1234.5"
-        if "," not in cell:
-            remedy = "replace it, leave the line out, or choose data.inputs and data.targets"
-        raise refuse(f"{where}: {cell!r} is not a finite number in float32", remedy)
-    values, count = torch.from_numpy(table), len(inputs)
+    values, count = sheet.numbers([*inputs, *targets]), len(inputs)
     return Table(values[:, :count].contiguous(), values[:, count:].contiguous(), targets, inputs)
+
+
+def read_inputs(path: Path, columns: Sequence[str], delimiter: str) -> tuple[torch.Tensor, list[int]]:
+    """Return the numbers in `columns` of a CSV file, float64 [n, num_columns], and the line at which each row begins.
+
+    Other columns are not read. Raises `ConfigError` as `read_csv` does.
+    """
+    sheet = _sheet(path, "\t" if path.suffix.lower() == ".tsv" else delimiter)
+    missing = [name for name in columns if name not in sheet.frame.columns]
+    why = f"it lacks the columns {', '.join(missing)}, and the model was trained on {', '.join(columns)}"
+    check(not missing, "file", str(path), why, "use a file that has these columns, in any order")
+    numbers, lines = sheet.numbers(columns), sheet.lines()
+    return numbers, [lines[record] for record in sheet.frame.index]
+
+
+class _Sheet(NamedTuple):
+    """The cells of a CSV file below its first line, as text; `lines()` are the lines at which its records begin."""
+
+    path: Path
+    frame: Any
+    lines: Callable[[], Sequence[int]]
+
+    def refuse(self, why: str, remedy: str = _CSV) -> ConfigError:
+        return ConfigError("file", str(self.path), why, remedy)
+
+    def numbers(self, columns: Sequence[str]) -> torch.Tensor:
+        import numpy
+
+        chosen = self.frame[[*columns]]
+        spelled = chosen.map(lambda cell: _NUMBER.fullmatch(cell) is not None)
+        table = chosen.where(spelled, "nan").to_numpy(object).astype(float, order="C")
+        wrong = numpy.argwhere(~(numpy.abs(table) <= numpy.finfo(numpy.float32).max))
+        if len(wrong):
+            row, column = wrong[0]
+            where = f"line {self.lines()[chosen.index[row]]}, column {chosen.columns[column]}"
+            cell, remedy = chosen.iloc[row, column], "write numbers with a decimal point, and without commas: 1234.5"
+            if "," not in cell:
+                remedy = "replace it, leave the line out, or choose data.inputs and data.targets"
+            raise self.refuse(f"{where}: {cell!r} is not a finite number in float32", remedy)
+        return torch.from_numpy(table)
+
+
+def _sheet(path: Path, delimiter: str) -> _Sheet:
+    import pandas  # takes half a second
+
+    sheet = _Sheet(path, None, list)
+    try:
+        content, begin = read_regular(path.resolve(), _MAX_BYTES), 0
+        if (place := content.find(b"\0")) >= 0:  # pandas 2.2 ends there without an error
+            line = content.count(b"\n", 0, place) + 1
+            why = f"line {line} has a zero byte: it is damaged, or no text in UTF-8"
+            raise sheet.refuse(why, "save it again: CSV UTF-8")
+        if separator := _SEPARATOR.match(content):
+            delimiter, begin = separator[1].decode(), separator.end()
+            log.info("%s: cells are separated by %r, as its first line says", path, delimiter)
+        # Of text alone, with the first line and blank lines, so that errors can name the line and show the cell.
+        options = {"dtype": str, "na_filter": False, "skipinitialspace": True, "skip_blank_lines": False}
+        options |= {"sep": delimiter, "encoding": "utf-8-sig", "header": None}
+        frame = pandas.read_csv(io.BytesIO(content[begin:]), **options)
+    except UnicodeDecodeError as error:
+        why = f"it is no text in UTF-8 ({error.reason})"
+        raise sheet.refuse(why, "save it in this encoding: CSV UTF-8") from None
+    except (OSError, ValueError, pandas.errors.ParserError) as error:  # ValueError: no columns
+        why = " ".join(str(error).split()).removeprefix("Error tokenizing data. C error: ")
+        raise sheet.refuse(f"it is not a CSV file: {why}") from None
+    frame.columns = names = [re.sub(r"\s*[\r\n]+\s*", " ", name.strip()) for name in frame.iloc[0]]
+    repeated = [name for name, count in Counter(names).items() if count > 1 and not _NAMELESS.fullmatch(name)]
+    if repeated:
+        raise sheet.refuse(f"its first line has the name {repeated[0]!r} more than once", "give each its own name")
+    lines = partial(_lines, content[begin:], delimiter, 1 + bool(begin), len(frame))
+    return _Sheet(path, frame[1:][(frame[1:] != "").any(axis=1)], lines)
+
+
+def _lines(content: bytes, delimiter: str, first: int, count: int) -> Sequence[int]:
+    """Return the line at which each of `count` records begins, the first of them at `first`."""
+    if b'"' not in content:
+        return range(first, first + count)
+    csv.field_size_limit(_MAX_BYTES)
+    text = io.StringIO(content.decode("utf-8-sig"), newline="")  # a cell in quotation marks may have several lines
+    reader = csv.reader(text, delimiter=delimiter, skipinitialspace=True)
+    return [first, *(first + reader.line_num for _ in reader)]
 
 
 def read_arrays(path: Path) -> Table:

@@ -106,3 +106,32 @@ def test_only_images_that_are_not_hidden_are_found_in_a_directory(tmp_path):
         path.parent.mkdir(exist_ok=True)
         path.touch()
     assert image_files([tmp_path]) == [str(tmp_path / "2.JPE"), str(tmp_path / "a" / "1.png")]
+
+
+def test_the_rows_of_a_table_without_targets_are_predicted_in_its_units(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    rows = [(i, (7 * i) % 11) for i in range(40)]
+    Path("train.csv").write_text("a,b,y\n" + "".join(f"{a},{b},{1000 + 3 * a - b}\n" for a, b in rows))
+    words = ["workload=regression", "data=tabular", "data.file=train.csv", "device=cpu", "batch_size=8"]
+    run = runner.load(runner.train([*words, "steps=20"]).directory)
+    Path("new.csv").write_text('b,"note",a\n3,"two\nlines",5\n\n1,x,20\n')
+    inputs, scale = torch.tensor([[5.0, 3.0], [20.0, 1.0]]), run.signature()["scale"]
+    mean, std = (torch.tensor(scale["inputs"][key]) for key in ("mean", "std"))
+    with torch.no_grad():
+        outputs = run.model()((inputs - mean) / std)
+    wanted = (outputs * scale["targets"]["std"][0] + scale["targets"]["mean"][0]).flatten().tolist()
+    found = run.predict("new.csv")
+    assert [(each.file, each.line) for each in found] == [("new.csv", 2), ("new.csv", 5)]
+    assert [each.values["y"] for each in found] == pytest.approx(wanted, rel=1e-5)
+    for form in ("--csv", "--json"):
+        assert predict.main([str(run.directory), "new.csv", form]) == 0
+        text = capsys.readouterr().out
+        table = json.loads(text) if form == "--json" else [*csv.DictReader(text.splitlines())]
+        assert [(int(row["line"]), float(row["y"])) for row in table] == [(e.line, e.values["y"]) for e in found]
+    assert predict.main([str(run.directory), "new.csv"]) == 0
+    assert capsys.readouterr().out.splitlines() == [f"y {e.values['y']:.6g}  new.csv:{e.line}" for e in found]
+    Path("less.csv").write_text("a,c\n1,2\n")
+    with pytest.raises(runner.ConfigError, match="lacks the columns b"):
+        run.predict("less.csv")
+    with pytest.raises(runner.ConfigError, match=r"\.tsv files"):
+        run.predict("photo.png")

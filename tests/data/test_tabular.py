@@ -262,3 +262,25 @@ def test_a_decompression_bomb_is_refused_before_it_is_unpacked(tmp_path, monkeyp
     monkeypatch.setattr(tabular, "_MAX_BYTES", 2_000_000)
     why = "its numbers take 4,004,000 bytes in float32, more than 2,000,000"
     assert why in refusal(file=str(tmp_path / "zeros.npz")).why
+
+
+def test_the_line_that_excel_writes_says_what_is_between_the_cells(tmp_path, caplog):
+    caplog.set_level("INFO")
+    for number, (first, between) in enumerate(
+        {"sep=;": ";", '"sep=|"': "|", "\ufeffsep=;": ";", "sep=\t": "\t"}.items()
+    ):
+        text = "\r\n".join([first, *(between.join(row) for row in (["a", "y"], *(["1.5", str(i)] for i in range(9))))])
+        path = written(tmp_path / f"{number}.csv", text)
+        assert rows(*loaded(file=path, standardize=False)).tolist() == [[1.5, i] for i in range(9)]
+    assert caplog.text.count("as its first line says") == 4
+    path = written(tmp_path / "wrong.csv", "sep=;\na;y\n1;2\n3;x\n")
+    assert "line 4, column y" in refusal(file=path).why
+
+
+def test_lines_are_counted_where_cells_have_several(tmp_path):
+    text = '"area\nin m2",note,"price, \r\n EUR"\n1,"a\nb",2\n3,c,x\n'
+    path = written(tmp_path / "a.csv", text)
+    chosen = {"inputs": ("area in m2",), "targets": ("price, EUR",)}
+    assert "line 6, column price, EUR: 'x'" in refusal(file=path, **chosen).why
+    path = written(tmp_path / "b.csv", text.replace("x", "5"))
+    assert rows(*loaded(file=path, standardize=False, **chosen)).tolist() == [[1, 2], [3, 5]]
