@@ -20,9 +20,9 @@ test: .venv/ready
 		wait $$types; types=$$?; cat .venv/types; [ $$tests = 0 ] || exit $$tests; exit $$types
 
 test-all: .venv/ready
-	@echo "the tests on every supported Python, with the lowest, the pinned and the next versions: two hours or so"
+	@echo "the tests on every supported Python, with the lowest, the pinned and the next versions, and as on older CPUs: three hours or so"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check 'nox>=2025.10'
-	@$(BIN)/nox --session tests $(ARGS)
+	@$(BIN)/nox --session tests instruction_sets $(ARGS)
 
 test-integrations: .venv/integrations/ready
 	@echo "the tests of Ray, MLflow, W&B, Trackio, ONNX, timm, Box2D, Atari and MinAtar, with these packages installed"

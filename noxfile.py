@@ -1,4 +1,4 @@
-"""`make test-all`: the tests on every supported version.
+"""`make test-all`: the tests on every supported version, and with the instruction sets of older CPUs.
 
 `nox -s "tests-3.12(lowest)" -- tests/config` runs a selection; `nox -l` lists the environments, of 5 GB each.
 """
@@ -11,6 +11,8 @@ import nox
 
 nox.options.default_venv_backend = "venv"
 nox.options.error_on_missing_interpreters = False
+SELECTED = ["--numprocesses=4", "--dist=loadfile", "--no-loadscope-reorder"]
+INSTRUCTION_SETS = {"ONEDNN_MAX_CPU_ISA": ["SSE41", "AVX2"], "ATEN_CPU_CAPABILITY": ["default", "avx2"]}
 NEXT = {"hydra-core": "==1.4.0rc3", "omegaconf": "==2.4.1rc1"}
 
 
@@ -34,5 +36,13 @@ def tests(session: nox.Session, versions: str) -> None:
         constraints = Path(session.create_tmp()) / "constraints.txt"
         constraints.write_text("\n".join(pins), encoding="utf-8")
     session.install("--prefer-binary", "-c", str(constraints), "-e", ".[test]")
-    selected = session.posargs or ["--numprocesses=4", "--dist=loadfile", "--no-loadscope-reorder"]
-    session.run("pytest", *selected, env={"RUNNER_CONSTRAINTS": str(constraints)})
+    session.run("pytest", *(session.posargs or SELECTED), env={"RUNNER_CONSTRAINTS": str(constraints)})
+
+
+@nox.session
+def instruction_sets(session: nox.Session) -> None:
+    """No expected value depends on the CPU: the libraries use no more than these instructions."""
+    session.install("-c", "constraints.txt", "-e", ".[test]")
+    for variable, values in INSTRUCTION_SETS.items():
+        for value in values:
+            session.run("pytest", *(session.posargs or SELECTED), env={variable: value})

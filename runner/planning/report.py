@@ -231,8 +231,8 @@ def _machine(session: Session, ranks: Sequence[RankPlan]) -> dict[str, Any]:
 
 
 def _notes(run: Run, session: Session) -> list[str]:
-    others = "Python and torch take 0.5 to 0.7 GB more, and on a GPU the CUDA context, workspaces and cached memory"
-    notes = [f"Only tensors are counted. In each process, {others}."]
+    others = "Python and torch take 0.5 to 0.7 GB more, on a GPU with the CUDA context and cached memory"
+    notes = [f"Only tensors are counted. In each process, {others}, and libraries the scratch memory of an operation."]
     if shared := run.workload.state_bytes()[1]:
         notes.append(f"Checkpoints share files of at most {size(shared)}, which hold the frames of the replay buffer.")
     if run.compile:

@@ -130,10 +130,8 @@ class StepTracker(TorchDispatchMode):
         for tensor in tree_iter(result):
             if getattr(tensor, "fake_mode", None) is self._fake_mode:
                 self._add(tensor.untyped_storage())
-        # Libraries reorder the weights of a convolution, and their gradients, without telling torch's dispatcher.
-        workspace = 2 * args[2].nbytes if func is torch.ops.aten.convolution_backward.default else 0
-        if sum(self.current.values()) + workspace > sum(self.peak.values()):
-            self.peak = self.current | {"temporary": self.current["temporary"] + workspace}
+        if sum(self.current.values()) > sum(self.peak.values()):
+            self.peak = dict(self.current)
         packet, times = func.overloadpacket, 1 + self._further if self._number == 2 else 1
         if packet in FLOPS:
             flops = times * FLOPS[packet](*args, **(kwargs or {}), out_val=result)

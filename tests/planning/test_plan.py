@@ -58,13 +58,13 @@ def report(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any
 def test_predicted_peak_memory_matches_the_allocator(overrides, tmp_path):
     base = RESNET if "workload=dqn" not in overrides else ("device=cpu", "device.threads=1")
     [rank] = planned(*base, *overrides)
-    assert rank.peak_bytes == pytest.approx(measured_peak(compose_config(*base, *overrides), tmp_path), rel=0.1)
+    assert rank.peak_bytes == pytest.approx(measured_peak(compose_config(*base, *overrides), tmp_path), rel=0.01)
 
 
 @pytest.mark.parametrize("mode", [("parallel=ddp",), PIPELINE], ids=["ddp", "pipeline"])
 def test_predicted_peak_memory_of_each_rank_matches_the_allocator(mode, ranks, tmp_path):
     measured = ranks(2).call_on_all(measured_peak, compose_config(*RESNET, *mode), tmp_path)
-    assert [rank.peak_bytes for rank in planned(*RESNET, *mode)] == pytest.approx(measured, rel=0.1)
+    assert [rank.peak_bytes for rank in planned(*RESNET, *mode)] == pytest.approx(measured, rel=0.01)
 
 
 @pytest.mark.skipif(torch.__version__ < "2.14", reason="the plan is a quarter above what torch 2.11 allocates")
@@ -73,7 +73,7 @@ def test_predicted_peak_memory_of_fsdp_matches_the_allocator(tmp_path):
     with fake_process_group(0, 2):
         process = FakeCollectives([torch.device("cpu")], 0, 2)
         measured = measured_peak(compose_config(*RESNET, "parallel=fsdp"), tmp_path, process)
-    assert rank.peak_bytes == pytest.approx(measured, rel=0.1)
+    assert rank.peak_bytes == pytest.approx(measured, rel=0.01)
 
 
 @pytest.mark.cases(
