@@ -54,12 +54,13 @@ def parser() -> Parser:
 
 def _run(arguments: list[str]) -> list[int]:
     """Do what the command line asks for, and return the exit code of each run; empty if it is only information."""
-    for word in arguments[:1]:
+    asks_for_help = bool({"--help", "-h"} & set(arguments))
+    for word in arguments[: 0 if asks_for_help else 1]:
         is_override = word[:1] in ("-", "~") or "=" in word or word in option_files() or not word.isidentifier()
         check(is_override, word, ABSENT, "there is no such subcommand;", did_you_mean(word, COMMANDS))
-    if {"--help", "-h"} & set(arguments):
-        asked = parser().parse_known_args(arguments)[0]
-        print(help_text(asked.config_dir, arguments))
+    if asks_for_help:
+        flags, words = parser().parse_known_args(arguments)
+        print(help_text(flags.config_dir, words))
         return []
     options = parser().parsed(arguments)
     if options.version:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from torch.nn.modules.conv import _ConvNd
 
 from runner.batching import MicroBatch, Plan
 from runner.config.errors import ConfigError, errors_under
@@ -185,6 +184,6 @@ def move(model: torch.nn.Module, device: torch.device, channels_last: bool) -> N
     """
     model.to(device)
     for module in model.modules() if channels_last else ():
-        weight = module._parameters.get("weight") if isinstance(module, _ConvNd) else None
+        weight = module._parameters.get("weight") if isinstance(module, torch.nn.modules.conv._ConvNd) else None
         if weight is not None and weight.dim() == 4:
             weight.data = weight.data.to(memory_format=torch.channels_last)

@@ -4,12 +4,14 @@ import re
 import subprocess
 from pathlib import Path
 
+import pytest
 from helpers.command import run_command
 
 import runner.commands
 from runner import __version__
 from runner.commands import COMMANDS
 from runner.commands.help import help_text
+from runner.config.errors import ConfigError
 from runner.config.options import description, option_files, root_keys
 
 
@@ -41,6 +43,25 @@ def test_help_lists_the_keys_of_the_chosen_options_with_those_that_they_inherit(
     assert "\n  processes: auto " in text
     assert "\n  bucket_mb: 25.0 " in text
     assert "bucket_mb" not in help_text()
+
+
+def test_help_of_an_option_lists_each_key_once_with_its_value_there():
+    lines = [line for line in help_text(words=["optimizer=adamw"]).splitlines() if "weight_decay: " in line]
+    assert [line.split()[:2] for line in lines if line.startswith("  weight_decay")] == [["weight_decay:", "0.01"]]
+
+
+def test_help_of_a_key_or_a_group_explains_nothing_else(tmp_path):
+    code, text = run_command("optimizer.lr", "--help", cwd=tmp_path, kind="no-torch")
+    assert code == 0, text
+    assert re.search(r"^optimizer.lr: 0.05 .*learning rate.*\n  optimizer=sgd$", text, re.MULTILINE)
+    assert "batch_size" not in text
+    assert "weight_decay" not in text
+    assert help_text(words=["batch_size"]).startswith("batch_size: 64")
+    assert help_text(words=["optimizer=sgd", "optimizer.lr=1"]).count("optimizer.lr: ") == 1
+    assert description(option_files()["optimizer"]["sgd"]) in help_text(words=["optimizer"])
+    with pytest.raises(ConfigError) as refused:
+        help_text(words=["optimizer.ler"])
+    assert (refused.value.key, "optimizer.lr" in refused.value.remedy) == ("optimizer.ler", True)
 
 
 def test_version_prints_the_version_of_this_project(tmp_path):
