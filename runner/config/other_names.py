@@ -93,8 +93,9 @@ def of_code(name: str, missing: Iterable[str], is_callable: bool = True) -> str:
             return f"name it {part}"
     if remedy := next((remedy for names, remedy in _WITHOUT.items() if plain in names.split()), ""):
         return remedy
-    if is_callable and plain.startswith(("after_", "before_", "on_")):
-        return next(remedy for names, remedy in _WITHOUT.items() if "callback" in names)
+    hooks = next(remedy for names, remedy in _WITHOUT.items() if "callback" in names)
+    if is_callable and plain.startswith(("after_", "before_", "on_")) and f"{plain}(" not in hooks:
+        return hooks
     is_part = any(plain in (part, *names.split()) for part, names in PARTS.items())
     return "" if is_part else type_instead(name) or (f"type {plain}=…" if plain in root_keys() - {"code"} else "")
 

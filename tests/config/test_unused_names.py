@@ -112,7 +112,7 @@ def test_what_may_be_meant_for_the_run_is_said(text, value, remedy, caplog):
 
 
 def test_a_name_is_not_misspelt_if_the_part_is_there():
-    values = SimpleNamespace(model2=print, Model=print, losses=print, criterion=print)
+    values = SimpleNamespace(model2=print, Model=print, losses=print, criterion=print, after_step=print)
     text = "\n".join(f"{name} = print" for name in vars(values))
     check_names("/mine.py", text.encode(), vars(values), ["metrics"])
 
