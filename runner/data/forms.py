@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Iterable, Mapping
 from numbers import Integral, Real
 from typing import Any
@@ -107,7 +108,8 @@ def _tensor(given: Any) -> torch.Tensor:
         dtype = np.dtype(np.int64)
     if array.dtype.itemsize > 8 * (1 + (kind == "c")):  # long double
         dtype = np.dtype(np.complex128 if kind == "c" else np.float64)
-    return torch.as_tensor(np.ascontiguousarray(np.asarray(array), dtype))
+    with warnings.catch_warnings(action="ignore"):  # it may be read-only, as one mapped to a file; nothing writes to it
+        return torch.as_tensor(np.ascontiguousarray(np.asarray(array), dtype))
 
 
 def single(inputs: torch.Tensor) -> torch.Tensor:

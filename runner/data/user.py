@@ -68,8 +68,8 @@ class UserData(Data):
                 content = _sha256(tensor for pair in some for tensor in pair)
                 workers = Workers(self.workers, self.timeout, self.prefetch, fetches if self.workers else None)
                 train, held_out = (DatasetSamples(fetches, number, workers, content) for number in range(2))
-                for samples, pair in zip((train, held_out), some, strict=True):
-                    samples.check_repeats(pair)
+                train.check_draws(some[0], False)
+                held_out.check_draws(some[1], True)
                 if count := len(generators_of(sets[0])):
                     log.info("data: %d generators in the data set are seeded for each sample, by the run's seed", count)
             names = [class_names(each) for each in sets]
@@ -195,12 +195,22 @@ class DatasetSamples(Samples):
         self.example = Batch(*self.fetch(Job([0], [0])))
         self.shape = tuple(self.example.inputs.shape[1:])
 
-    def check_repeats(self, some: tuple[torch.Tensor, torch.Tensor]) -> None:
-        """Say it in a line if the first of `some` samples is not the same when it is read again with its seed."""
+    def check_draws(self, some: tuple[torch.Tensor, torch.Tensor], held_out: bool) -> None:
+        """Say it in a line if the first of `some` samples is another when it is read again with its seed.
+
+        If samples are held out, also if it is another with another seed.
+        """
         if _sha256(each[:1] for each in some) != _sha256(self.example):
             text = "data: sample 0 of %s is another each time that it is read, with the same seeds: workers may repeat "
             text += "its numbers, and a resume has others; draw from random, numpy.random, torch, or a generator in it"
             log.warning(text, type(self.fetch.dataset).__name__)
+        elif held_out and _sha256(self.fetch(Job([0], [1]))) != _sha256(self.example):
+            text = (
+                "data: held-out samples of %s draw random numbers, as an augmentation does, the same in each evaluation"
+            )
+            log.warning(
+                f"{text}; pass training and held-out samples to leave it out", type(self.fetch.dataset).__name__
+            )
 
     def __len__(self) -> int:
         return len(self.fetch.dataset)

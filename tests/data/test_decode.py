@@ -234,3 +234,30 @@ def test_a_large_jpeg_decoded_at_a_lower_resolution_looks_the_same(tmp_path, ori
     plain = [reader(str(tmp_path / name), False) for name in ("x.jpg", "x.png")]
     for a, b in (plain, [augmented(reader, tmp_path / name) for name in ("x.jpg", "x.png")]):
         assert 0 < (a.float() - b.float()).abs().mean() < 2
+
+
+@pytest.mark.parametrize(("mode", "transparency"), [("RGB", (255, 0, 0)), ("L", 255), ("1", 1)])
+def test_a_transparent_color_of_a_png_keeps_its_color_as_in_torchvision(tmp_path, mode, transparency):
+    image = picture().convert(mode)
+    image.save(tmp_path / "x.png", transparency=transparency)
+    with Image.open(tmp_path / "x.png") as opened:
+        assert opened.mode == mode
+        assert "transparency" in opened.info
+    assert WHOLE(str(tmp_path / "x.png"), False).equal(pixels(image.convert("RGB")))
+
+
+@pytest.mark.parametrize("marked", [True, False])
+def test_colors_of_a_jpeg_for_print_are_those_of_pillow_with_and_without_a_marker_of_adobe(tmp_path, marked):
+    path = tmp_path / "x.jpg"
+    picture().convert("CMYK").save(path, quality=100, subsampling=0)
+    content = path.read_bytes()
+    start = content.index(b"\xff\xee")
+    if not marked:
+        length = int.from_bytes(content[start + 2 : start + 4], "big")
+        path.write_bytes(content[:start] + content[start + 2 + length :])
+    read = WHOLE(str(path), False)
+    with Image.open(path) as opened:
+        assert opened.mode == "CMYK"
+        assert read.equal(pixels(opened.convert("RGB")))
+    if marked:
+        assert largest_difference(read, pixels(picture())) <= 8

@@ -13,6 +13,7 @@ from helpers.command import run_command
 from helpers.runs import only_run
 from omegaconf import OmegaConf
 from PIL import Image
+from torchvision.datasets import ImageFolder
 
 from runner.batching import Plan
 from runner.config.errors import ConfigError
@@ -251,3 +252,16 @@ def test_a_directory_around_the_class_directories_is_named(tmp_path):
     with pytest.raises(ConfigError) as refused:
         component(tmp_path).load()
     assert f"data.root={tmp_path / 'photos'}" in refused.value.remedy
+
+
+def test_classes_whose_names_are_numbers_have_the_indices_of_torchvision(tmp_path):
+    for number in range(12):
+        (tmp_path / str(number)).mkdir()
+        for copy in range(3):
+            Image.new("RGB", (8, 8), (20 * number, 0, 0)).save(tmp_path / f"{number}/{copy}.png")
+    samples = component(tmp_path, augment="none", size=8).load()[0]
+    theirs = ImageFolder(str(tmp_path))
+    assert samples.class_names == theirs.classes
+    for batch in samples.in_order(99, (0, 1), torch.device("cpu")):
+        red = ((batch.inputs[:, 0, 0, 0] * 0.229 + 0.485) * 255 / 20).round().long()
+        assert [theirs.classes[label] for label in batch.targets] == [str(number) for number in red.tolist()]

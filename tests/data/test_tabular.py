@@ -17,7 +17,7 @@ from runner.batching import Plan
 from runner.config.errors import ConfigError
 from runner.data import tabular
 from runner.data.memory import ArraySamples
-from runner.data.tabular import TableSamples, Tabular, friedman
+from runner.data.tabular import TableSamples, Tabular, friedman, read_csv
 
 CPU = torch.device("cpu")
 HOUSES = "area,rooms,age,price\n" + "".join(f"{50 + i},{i % 5},{7 * i % 31},{1000 * i + 17}\n" for i in range(50))
@@ -284,3 +284,15 @@ def test_lines_are_counted_where_cells_have_several(tmp_path):
     assert "line 6, column price, EUR: 'x'" in refusal(file=path, **chosen).why
     path = written(tmp_path / "b.csv", text.replace("x", "5"))
     assert rows(*loaded(file=path, standardize=False, **chosen)).tolist() == [[1, 2], [3, 5]]
+
+
+def test_numbers_have_every_digit_whatever_ends_the_lines(tmp_path):
+    for number, end in enumerate(("\n", "\r\n", "\r")):
+        cells = "000000000010084566,0.00564728024629623", "-.5e-3,9007199254740993"
+        path = tmp_path / f"{number}.csv"
+        path.write_bytes(end.join(("a,y", *cells, "")).encode())
+        table = read_csv(path, (), (), ",")
+        assert torch.cat((table.inputs, table.targets), 1).tolist() == [
+            [10084566, 0.00564728024629623],
+            [-0.0005, 2**53],
+        ]

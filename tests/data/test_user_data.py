@@ -39,6 +39,7 @@ import runner
 from runner.commands import convert
 from runner.config.errors import ConfigError
 from runner.config.user_code import passed, using
+from runner.data.base import DataError
 from runner.data.user import Fetch, Job, UserData
 
 FILES = {"model": "changes_inputs", "data": "TENSORS"}
@@ -241,7 +242,7 @@ def test_a_sample_draws_the_same_numbers_wherever_it_is_read(caplog):
     other, _ = second(Job([0, 1], [208, 203]))
     assert not (other == part).any(), "another epoch"
     assert not (whole.diff(dim=0) == 1).any(), "samples draw different numbers"
-    loaded((Noisy(9), Noisy(9)))
+    loaded((Noisy(9), Rows(9, noise=0)))
     assert not caplog.messages
 
 
@@ -258,6 +259,57 @@ def test_generators_of_a_data_set_do_not_repeat_in_workers_and_a_resume_is_bitwi
 
 
 def test_samples_that_change_each_time_are_said(caplog):
-    loaded((Counts([(torch.zeros(5), 0)] * 9), Rows(9)))
+    loaded((Counts([(torch.zeros(5), 0)] * 9), Rows(9, noise=0)))
     [said] = caplog.messages
     assert said.startswith("data: sample 0 of Counts is another each time")
+
+
+def test_held_out_samples_that_are_augmented_are_said(caplog):
+    for data in (Rows(40), (Rows(40), Rows(9)), (Rows(40), Noisy(9))):
+        loaded(data)
+        [said] = caplog.messages
+        assert "held-out samples of" in said
+        caplog.clear()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Arrays and errors
+
+
+class Mapped(Dataset):
+    def __init__(self, x: np.ndarray, y: np.ndarray):
+        self.x, self.y = x, y
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.x[index], self.y[index]
+
+
+def test_arrays_that_are_mapped_to_files_or_read_only_are_read_without_a_warning(tmp_path):
+    np.save(tmp_path / "x.npy", X.numpy())
+    mapped, targets = np.load(tmp_path / "x.npy", mmap_mode="r"), Y.numpy().copy()
+    targets.flags.writeable = False
+    for data in ((mapped, targets), Mapped(mapped, targets)):
+        inputs, found = in_order(loaded((data, data))[0])
+        assert inputs.equal(X)
+        assert found.equal(Y)
+
+
+class Ends(Rows):
+    def __init__(self, error: type[Exception]):
+        super().__init__(30)
+        self.error = error
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 7:
+            raise self.error("the end")
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("error", [IndexError, StopIteration])
+def test_an_error_that_ends_loops_in_python_does_not_end_the_samples(error):
+    train, _ = loaded((Ends(error), Rows(9)))
+    with pytest.raises(DataError, match=r"sample 7 of Ends"):
+        in_order(train)
