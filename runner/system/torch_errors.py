@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 
-from runner.config.errors import ABSENT
-
 _FAILED_HERE = re.compile("nccl(unhandledcudaerror|systemerror|internalerror|invalidargument|invalidusage)")
 """NCCL's codes of errors in the process that reports them. `ncclRemoteError` is the one that another process causes."""
 
@@ -63,8 +61,8 @@ def refusal(error: BaseException) -> tuple[str, Any, str, str] | None:
         remedy = "compute it from the outputs, without detach(), item(), argmax(), NumPy or torch.no_grad()"
         return "loss", "no gradient", "it does not depend on the weights", remedy
     if unsupported := re.search(r"(\w+)`? does not support (complex parameters|sparse gradients)", str(error)):
-        why = f"{unsupported[1].strip('_')} does not support {unsupported[2]}"
-        return "optimizer", ABSENT, why, "optimizer=sgd optimizer.fused=false takes them"
+        why = f"it does not support {unsupported[2]}"
+        return "optimizer", unsupported[1].strip("_"), why, "optimizer=sgd optimizer.fused=false takes them"
     if "uninitialized parameter" in str(error):
         remedy = "let the function that makes the network call it once: net(torch.zeros(1, …))"
         return "model", "UninitializedParameter", "its lazy layers have no sizes yet", remedy
@@ -78,7 +76,12 @@ def value_read(error: BaseException) -> tuple[str, Any, str, str] | None:
     places = [f"{each.filename}:{each.lineno}" for each in traceback.extract_tb(error.__traceback__)]
     where = next((place for place in reversed(places) if "/torch/" not in place and "/runner/" not in place), "")
     why = f"a plan computes with tensors without values, and the code asks for one ({error.args[0]}, {where})"
-    return "model", ABSENT, why, "run a step instead (steps=1), or let no shape and no branch depend on values"
+    return (
+        "model",
+        "a value of a tensor",
+        why,
+        "run a step instead (steps=1), or let no shape and no branch depend on values",
+    )
 
 
 def compiler_refusal(error: BaseException, whole_step: bool) -> tuple[str, str] | None:
