@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from runner.api.composing import Config, compose
+from runner.api.composing import Config, check_list_of_texts, compose
 from runner.api.evaluation import evaluate_checkpoint, without_initial_weights
 from runner.api.execution import settings_kept
 from runner.config import user_code
@@ -35,15 +35,19 @@ from runner.tracking.event_file import EventReader
 _BATCH = 64  # images that a prediction computes at once
 
 
-def load(directory: str | os.PathLike[str], **code: Any) -> SavedRun:
+def load(directory: str | os.PathLike[str], overrides: Sequence[str] = (), **code: Any) -> SavedRun:
     """Return the run in `directory`, such as `outputs/classifier/2026-01-31_12-00-00-abc123`. It may still be running.
 
-    If it was trained with code of your own, its methods need the same `code`, as in `runner.train`.
+    If it was trained with code of your own, its methods need it again, as `runner.train` got it: the `overrides` that
+    name files, such as `["workload=mine.py"]`, or objects, the `code`. For the model alone, `model=…` is enough.
 
     Raises:
-        ConfigError: if there is no run whose config can be read, or `directory` is a checkpoint.
+        ConfigError: if there is no run whose config can be read, `directory` is a checkpoint, or there is no such file.
     """
-    return SavedRun(Path(os.path.expanduser(directory)), user_code.passed(**code))
+    others = [word for word in check_list_of_texts(overrides) if not user_code.typed_files([word])]
+    why, remedy = "it names no file with code of the run", "pass changes of the config to evaluate or model"
+    check(not others, "overrides", ", ".join(others), why, remedy)
+    return SavedRun(Path(os.path.expanduser(directory)), user_code.passed(overrides, **code))
 
 
 @dataclass(frozen=True)
@@ -125,7 +129,8 @@ class SavedRun:
         weights, path = self.weights(step), self.checkpoint(step)
         with settings_kept(), self._given(overrides):
             run, signature = self.on_one_device(step, overrides), self.signature(step)
-            of_model = {part: name for part, name in run.code.items() if part in ("model", "workload")}
+            parts = ("model",) if {"model"} & {*user_code.given().names()} else ("model", "workload")
+            of_model = {part: name for part, name in run.code.items() if part in parts}
             user_code.check_given(of_model, str(self.directory), "directory")
             if "inputs" in signature:  # before memory is allocated: the checkpoint may be anybody's
                 _check_fits(_without_memory(lambda: run.workload.saved_model(signature), path), weights, path)
@@ -229,13 +234,13 @@ class SavedRun:
         signature = self.signature(choice)
         why = "its checkpoint does not say how images are read"
         remedy = "name a run that classifies square images; runner evaluate takes all runs, runner play those of agents"
-        remedy += '; runner.load(RUN).model("best")(inputs) predicts, with load(RUN, model=…) for a network of your own'
+        remedy += '; runner.load(RUN, ["workload=mine.py"]).model("best")(inputs) predicts with a network of your own'
         check(signature.get("image") is not None, "directory", str(self.directory), why, remedy)
         return ImageInput(**signature["image"])
 
     def _given(self, overrides: Sequence[str]) -> AbstractContextManager[UserCode]:
         """Return a context in which the code of the run is given; that of a subcommand is, as it is typed."""
-        files = user_code.typed_files(overrides) or user_code.given().files
+        files = user_code.typed_files(overrides) or self._code.files or user_code.given().files
         return user_code.using(UserCode(self._code.objects, files))
 
     def _read(self, choice: str | int, read: Callable[[Path], Any]) -> Any:

@@ -189,11 +189,12 @@ def check_given(named: Mapping[str, Any], source: str, key: str = "resume") -> N
         return
     from runner.system.provenance import command  # imports torch, which composing a config does not need
 
-    words = [shlex.quote(f"{group}={name}") for group, name in missing.items() if _FILE.fullmatch(name)]
+    words = [f"{group}={name}" for group, name in missing.items() if _FILE.fullmatch(name)]
     why = f"its code ({', '.join(missing)}) is run only if it is typed, and never from a saved config or an option file"
     if len(words) == len(missing):
-        started = command() if command().startswith("python -m runner ") else "…"
-        remedy = f"look at the code, then type: {' '.join([started, *words])}"
+        in_shell = f"type: {command()} {shlex.join(words)}"
+        again = in_shell if command().startswith("python -m runner ") else f"pass it again: {words}"
+        remedy = f"look at the code, then {again}"
     else:
         remedy = f"pass it again: {', '.join(f'{part}=…  ({name})' for part, name in missing.items())}"
     raise ConfigError(*(("code", ABSENT) if source in ("never", "auto") else (key, source)), why, remedy)

@@ -238,3 +238,10 @@ def test_a_saved_run_can_be_used_without_its_tracking_backend(run, copy):
     assert again.config["tracking"] == tracking
     assert again.evaluate("last") == run.evaluate("last")
     assert again.model("last") is not None
+
+
+@pytest.mark.cases(("steps=3", "overrides"), ("workload=nowhere.py", "workload"), ("model", "overrides"))
+def test_a_run_is_loaded_with_nothing_but_files_of_code(word, key, run):
+    with pytest.raises(runner.ConfigError) as refused:
+        runner.load(run.directory, [word])
+    assert (refused.value.key, refused.value.got) == (key, word.removeprefix("workload="))

@@ -147,7 +147,7 @@ def test_a_network_is_exported_with_its_file(here, capsys):
         result = runner.train([f"workload={file}", *SMALL, "precision=64"])
         words = [str(result.directory), f"{file}.pt2"]
         assert convert.main(words) == 2
-        assert f"type: … workload={file}" in (said := capsys.readouterr().err)
+        assert f"pass it again: ['workload={file}']" in (said := capsys.readouterr().err)
         assert said.splitlines()[-2].startswith(f"SOURCE: got '{words[0][:20]}")
         assert evaluate.main(words[:1]) == 2
         assert capsys.readouterr().err.startswith(f"RUN: got '{words[0][:20]}")

@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
@@ -86,6 +87,8 @@ def test_the_file_of_the_readme_trains(tmp_path, monkeypatch):
 
 def test_the_python_code_runs_from_top_to_bottom(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(ROOT / "docs" / "examples")
+    shutil.copy(ROOT / "docs" / "examples" / "mine.py", tmp_path)
     names: dict[str, object] = {}
     for block in re.findall(r"^```python\n(.*?)^```$", TEXTS["docs/python.md"], re.MULTILINE | re.DOTALL):
         exec(block.replace("seed=0,1", "seed=0"), names)  # two jobs show as much as four
