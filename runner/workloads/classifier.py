@@ -18,9 +18,10 @@ from runner.data.base import Batch, DataError, LabeledSamples, Samples
 from runner.device import sum_dtype
 from runner.tracking.image_grids import class_shares, confusion_matrix, grid
 from runner.tracking.metrics import MetricSums
+from runner.workloads.cross_entropy import CrossEntropyWorkload
 from runner.workloads.evaluation_metrics import EvaluationMetrics
 from runner.workloads.named_metrics import OF_CLASSES, OF_COUNTS, Named, class_counts
-from runner.workloads.supervised import DataWorkload, comparable
+from runner.workloads.supervised import comparable
 
 log = logging.getLogger(__name__)
 
@@ -29,15 +30,9 @@ _MAX_CLASSES = 1000  # in a confusion matrix
 
 
 @dataclass
-class Classifier(DataWorkload[LabeledSamples]):
-    """The training and evaluation of an image classifier; the options are explained in `conf/workload/classifier.yaml`.
+class Classifier(CrossEntropyWorkload[LabeledSamples]):
+    """The training and evaluation of an image classifier; for options, see `conf/workload/classifier.yaml`."""
 
-    With class weights, the loss is the weighted sum divided by the number of samples; dividing by the sum of the
-    weights, as torch does, would make the loss of a sample depend on how the batch is divided.
-    """
-
-    label_smoothing: float = 0.0
-    class_weights: list[float] | None = None
     balance_classes: bool = False
     mixup: float = 0.0
     cutmix: float = 0.0
@@ -51,15 +46,10 @@ class Classifier(DataWorkload[LabeledSamples]):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_range(self, "label_smoothing", least=0, below=1)
         check_range(self, "mixup", least=0, most=1000)
         check_range(self, "cutmix", least=0, most=1000)
-        if self.class_weights is not None:
-            valid = any(self.class_weights) and all(0 <= weight < math.inf for weight in self.class_weights)
-            why, remedy = "weights are finite and not negative, and not all 0", "as in workload.class_weights=[1,2.5]"
-            check(valid, "class_weights", self.class_weights, why, remedy)
-            why = "workload.class_weights sets the weights already"
-            check(not self.balance_classes, "balance_classes", True, why, "leave one of the two out")
+        why, is_set = "workload.class_weights sets the weights already", self.class_weights is not None
+        check(not (is_set and self.balance_classes), "balance_classes", True, why, "leave one of the two out")
 
     def usable(self, samples: Samples) -> LabeledSamples:
         if isinstance(samples, LabeledSamples):
@@ -72,21 +62,12 @@ class Classifier(DataWorkload[LabeledSamples]):
         count = self.train.num_classes
         why = f"all predictions are right among the {count} classes of this data"
         check(not self.top5 or count > 5, "workload.top5", True, why, "workload.top5=false")
-        self._weights = self._class_weights(count)
+        self.check_num_classes(count, ", or set workload.balance_classes=true")
+        if self.balance_classes:
+            counts = torch.bincount(self.train.labels(), minlength=count)
+            self._weights = counts.sum() / (count * counts.double().clamp(min=1))
         if count == 1:
             log.warning("data: all samples have the class %s: there is nothing to learn", self.train.class_names[0])
-
-    def _class_weights(self, num_classes: int) -> torch.Tensor | None:
-        """Return the weight of each class in the loss, float64 [num_classes]; None if all weights are 1."""
-        if self.balance_classes:
-            counts = torch.bincount(self.train.labels(), minlength=num_classes)
-            return counts.sum() / (num_classes * counts.double().clamp(min=1))
-        if self.class_weights is None:
-            return None
-        given, why = len(self.class_weights), f"there are {num_classes} classes"
-        remedy = f"give {num_classes} weights, or set workload.balance_classes=true"
-        check(given == num_classes, "workload.class_weights", self.class_weights, why, remedy)
-        return torch.tensor(self.class_weights, dtype=torch.float64)
 
     def describe(self) -> dict[str, str]:
         shape, classes = "×".join(map(str, self.train.shape)), self.train.num_classes
@@ -116,13 +97,7 @@ class Classifier(DataWorkload[LabeledSamples]):
         """Return the mean cross-entropy of logits [n, num_classes]; targets are as in `Batch`."""
         if self._weights is None:
             return torch.nn.functional.cross_entropy(outputs, targets, label_smoothing=self.label_smoothing)
-        dtype = torch.promote_types(outputs.dtype, torch.float32)
-        if (self._weights.device, self._weights.dtype) != (outputs.device, dtype):
-            self._weights = self._weights.to(outputs.device, dtype)  # once, not in every step
-        total = torch.nn.functional.cross_entropy(
-            outputs, targets, self._weights, reduction="sum", label_smoothing=self.label_smoothing
-        )
-        return total / len(targets)
+        return self.cross_entropy(outputs, targets)
 
     def sample_metrics(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         labels = targets if targets.dim() == 1 else targets.argmax(1)

@@ -234,3 +234,47 @@ OF_NUMBERS: Mapping[str, Named] = {
     "explained_variance": Named(_explained_variance),
 }
 """Metrics of predicted and true numbers, [n, num_targets], which are averaged over the targets."""
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The same of the outputs of a user's network, whose targets are classes, [n, …], or numbers of the outputs' shape
+
+
+def accuracy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Return whether each prediction is right, for outputs [n, num_classes, …]; targets of -100 do not count."""
+    return (outputs.argmax(1) == targets)[targets != -100]
+
+
+OF_CLASSES_OR_NUMBERS: Mapping[str, Named] = {"accuracy": Named(accuracy), **OF_CLASSES, **OF_NUMBERS}
+
+
+def of_samples(name: str, of_classes: bool) -> Function:
+    """Return a metric as a function of the outputs and targets of a user's network.
+
+    Raises:
+        ConfigError: if it is not one of classes, or of numbers; by the function, if the outputs do not fit.
+    """
+    table, kinds = (OF_CLASSES, ("numbers", "classes")) if of_classes else (OF_NUMBERS, ("classes", "numbers"))
+    if name == "accuracy" and of_classes:
+        return accuracy
+    why = f"{name} is a metric of {kinds[0]}, and the targets are {kinds[1]}"
+    remedy = f"choose from: {', '.join(table)}; or define metrics in the file"
+    check(name in table, "workload.metrics", name, why, remedy)
+    return partial(_of_outputs, name, of_classes)
+
+
+def _of_outputs(name: str, of_classes: bool, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    shape = list(outputs.shape) if isinstance(outputs, torch.Tensor) else []
+    wanted = [len(targets), *shape[1:2], *targets.shape[1:]] if of_classes else list(targets.shape)
+    why = f"outputs are {shape or type(outputs).__name__}, and targets {list(targets.shape)}"
+    remedy = f"define metrics in the file: metrics = {{'{name}': function of (outputs, targets)}}"
+    check(len(shape) > of_classes and shape == wanted, "workload.metrics", name, why, remedy)
+    if not of_classes:
+        numbers = (each.view(len(each), -1).to(sum_dtype(each.device)) for each in (outputs, targets))
+        return OF_NUMBERS[name].function(*numbers)
+    counts = targets.flatten() != -100
+    logits, classes = outputs.movedim(1, -1).flatten(0, -2)[counts], targets.flatten()[counts].long()
+    if name not in OF_COUNTS and bool((logits >= 0).all()):
+        why = "the outputs are probabilities, and it takes logits"
+        is_sum = torch.isclose(logits.sum(1), logits.new_ones(()), atol=1e-4)
+        check(not bool(is_sum.all()), "workload.metrics", name, why, f"return logits; or {remedy}")
+    return OF_CLASSES[name].function(logits, classes)

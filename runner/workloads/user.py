@@ -23,31 +23,41 @@ from runner.device import sum_dtype
 from runner.model.user import UserModel
 from runner.storage.signature import OUTPUTS
 from runner.tracking.metrics import BatchSums, MetricSums, batch_sums
+from runner.workloads.cross_entropy import CrossEntropyWorkload
 from runner.workloads.evaluation_metrics import EvaluationMetrics
-from runner.workloads.supervised import DataWorkload, comparable
+from runner.workloads.named_metrics import OF_CLASSES_OR_NUMBERS, Named, accuracy, check_names, of_samples
+from runner.workloads.supervised import comparable
 
 log = logging.getLogger(__name__)
 
 
 @dataclass
-class UserWorkload(DataWorkload[Samples]):
+class UserWorkload(CrossEntropyWorkload[Samples]):
     """A loss, by default cross-entropy for integer targets and the mean squared error for others, and metrics.
 
-    Metrics are those of torchmetrics, or functions of (outputs, targets) of all held-out samples, whose value is
-    averaged if it is not a single number. See `conf/workload/_user.yaml`.
+    Metrics are named, or those of torchmetrics, or functions of (outputs, targets) of all held-out samples, whose value
+    is averaged if it is not a single number. See `conf/workload/_user.yaml`.
     """
 
-    best_goal: str = "min"
+    best_goal: str | None = None
 
-    may_change_on_resume: ClassVar[tuple[str, ...]] = ("eval_batch_size", "best_metric", "best_goal")
+    may_change_on_resume: ClassVar[tuple[str, ...]] = ("eval_batch_size", "metrics", "best_metric", "best_goal")
+    named_metrics: ClassVar[Mapping[str, Named]] = OF_CLASSES_OR_NUMBERS
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice(self, "best_goal", ("min", "max"))
+        self._names = [name for name in self.metrics if name != "loss"]
+        check_names("metrics", self._names, self.named_metrics, "classes or of numbers")
+        if self.best_goal is not None:
+            check_choice(self, "best_goal", ("min", "max"))
 
     @classmethod
     def best_for(cls, options: Mapping[str, Any]) -> tuple[str, str]:
-        return options.get("best_metric") or "loss", options.get("best_goal", "min")
+        name = options.get("best_metric") or "loss"
+        return name, options.get("best_goal") or (cls.named_metrics[name].goal if name in cls.named_metrics else "min")
+
+    def eval_metrics(self) -> dict[str, str]:
+        return {"loss": "min"} | self.extra.goals | dict([self.selection])
 
     def prepare(self) -> None:
         options = {"model": isinstance(self.model, UserModel), "data": isinstance(self.data, UserData)}
@@ -65,6 +75,18 @@ class UserWorkload(DataWorkload[Samples]):
         if isinstance(given, torch.nn.Module):
             trained, name = any(each.requires_grad for each in given.parameters()), type(given).__name__
             check(not trained, "loss", name, "its parameters would not be trained", "make them a part of the model")
+        why, options = "the targets are numbers", ("label_smoothing", "class_weights")
+        why = (
+            why
+            if given is None
+            else f"they are options of the default loss, and loss is {getattr(given, '__name__', type(given).__name__)}"
+        )
+        remedy = (
+            'cross_entropy(outputs, targets, weight=…, label_smoothing=…, reduction="sum") / len(targets) in the loss'
+        )
+        for key in options:
+            is_used = self._loss is _cross_entropy or not getattr(self, key)
+            check(is_used, f"workload.{key}", getattr(self, key), why, remedy)
         super().use(train, held_out)
         classes = getattr(train, "class_names", None) or ()
         if not self._of_classes:
@@ -81,13 +103,21 @@ class UserWorkload(DataWorkload[Samples]):
     def extra_metrics(self) -> EvaluationMetrics:
         given = user_code.find("metrics")
         if given is None:
-            given = {"accuracy": _accuracy} if self._loss is _cross_entropy else {}
+            given = {"accuracy": accuracy} if self._loss is _cross_entropy and "accuracy" not in self._names else {}
         why = "it is no dict from names, loss not among them, to functions of (outputs, targets)"
         usable = isinstance(given, Mapping) and "loss" not in given and all(map(callable, given.values()))
         check(usable, "metrics", given, why, 'metrics={"accuracy": function}')
-        why, remedy = "there is no such metric;", did_you_mean(self.best_metric or "", known := ("loss", *given))
+        named = {name: of_samples(name, self._of_classes) for name in self._names}
+        why, remedy = "the file defines a metric of this name", "leave one of the two out"
+        check(not {*given} & {*named}, "workload.metrics", self._names, why, remedy)
+        why, known = "evaluations do not measure it;", ("loss", *given, *named)
+        remedy = did_you_mean(self.best_metric or "", known)
         check(self.best_metric in (None, *known), "workload.best_metric", self.best_metric, why, remedy)
-        return EvaluationMetrics(given)
+        goals = {name: self.named_metrics[name].goal for name in (*given, *named) if name in self.named_metrics}
+        is_known = self.best_goal is not None or self.best_metric in (None, "loss", *goals)
+        remedy = f"workload.best_metric={self.best_metric} workload.best_goal=max, or min"
+        check(is_known, "workload.best_goal", None, f"whether a high {self.best_metric} is good is not known", remedy)
+        return EvaluationMetrics({**given, **named}, goals)
 
     @property
     def num_outputs(self) -> int:
@@ -124,10 +154,18 @@ class UserWorkload(DataWorkload[Samples]):
         return super().saved_model(signature)
 
     def criterion(self, outputs: Any, targets: torch.Tensor) -> torch.Tensor:
+        return self._loss_by(self._cross_entropy if self._loss is _cross_entropy else self._loss, outputs, targets)
+
+    def _cross_entropy(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        _check_classes(outputs, targets)
+        self.check_num_classes(outputs.shape[1])
+        return self.cross_entropy(outputs, targets.long())
+
+    def _loss_by(self, function: Any, outputs: Any, targets: torch.Tensor) -> torch.Tensor:
         if not isinstance(outputs, torch.Tensor) and self._loss in (_cross_entropy, _mean_squared_error):
             why = f"it returns a {type(outputs).__name__}, and the default loss is that of a tensor"
             raise ConfigError("model", ABSENT, why, "return a tensor, or pass a loss")
-        loss = self._loss(*comparable(outputs, targets))
+        loss = function(*comparable(outputs, targets))
         if not isinstance(loss, torch.Tensor) or loss.dim():
             found = f"a tensor {list(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
             why = f"it returns {found}, and no scalar{user_code.place(self._loss)}"
@@ -170,7 +208,7 @@ class UserWorkload(DataWorkload[Samples]):
                 self._loss.to(outputs if isinstance(outputs, torch.Tensor) else device)
             if not self._mean_is_checked:
                 self._check_mean(outputs, targets)
-            sums["loss"] += self.criterion(*copied((outputs, targets))) * len(targets)
+            sums["loss"] += self._loss_by(self._loss, *copied((outputs, targets))) * len(targets)
             sums["count"] += len(targets)
             tally.update(outputs, targets)
         return sums | tally.sums()
@@ -186,7 +224,9 @@ class UserWorkload(DataWorkload[Samples]):
             return
         self._mean_is_checked = True
         rows = slice(n), slice(half), slice(half, n)
-        whole, first, second = (float(self.criterion(*copied((outputs[part], targets[part])))) for part in rows)
+        whole, first, second = (
+            float(self._loss_by(self._loss, *copied((outputs[part], targets[part])))) for part in rows
+        )
         mean = (half * first + (n - half) * second) / n
         if math.isfinite(whole) and math.isfinite(mean) and not math.isclose(whole, mean, rel_tol=1e-4, abs_tol=1e-7):
             text = "the loss of %d samples is %.6g, but the mean over its halves %.6g: it is no mean over samples, and "
@@ -204,8 +244,7 @@ def _first(samples: Samples) -> Batch:
 
 
 def _cross_entropy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    fits = outputs.dim() > 1 and targets.shape == (*outputs.shape[:1], *outputs.shape[2:])
-    _check_shapes(fits, outputs, targets, "class indices [n, …] need outputs [n, num_classes, …]")
+    _check_classes(outputs, targets)
     # Not the mean, which depends on how a batch is divided if some targets are -100, and ignored.
     return cross_entropy(outputs, targets.long(), reduction="sum") / targets.numel()
 
@@ -215,11 +254,12 @@ def _mean_squared_error(outputs: torch.Tensor, targets: torch.Tensor) -> torch.T
     return mse_loss(outputs, targets)
 
 
+def _check_classes(outputs: torch.Tensor, targets: torch.Tensor) -> None:
+    fits = outputs.dim() > 1 and targets.shape == (*outputs.shape[:1], *outputs.shape[2:])
+    _check_shapes(fits, outputs, targets, "class indices [n, …] need outputs [n, num_classes, …]")
+
+
 def _check_shapes(fits: bool, outputs: torch.Tensor, targets: torch.Tensor, why: str) -> None:
     if not fits:
         shapes = f"outputs have the shape {list(outputs.shape)}, targets {list(targets.shape)}"
         raise ConfigError("data", ABSENT, f"{shapes}: {why}", "change the network or the targets, or pass a loss")
-
-
-def _accuracy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return (outputs.argmax(1) == targets)[targets != -100]

@@ -1,0 +1,48 @@
+"""The options of the cross-entropy of classes: label smoothing and class weights."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from runner.config.errors import check, check_range
+from runner.workloads.supervised import DataWorkload, S
+
+
+@dataclass
+class CrossEntropyWorkload(DataWorkload[S]):
+    """A workload whose loss is, or may be, the cross-entropy of classes.
+
+    With class weights, the loss is the weighted sum divided by the number of samples; dividing by the sum of the
+    weights, as torch does, would make the loss of a sample depend on how the batch is divided.
+    """
+
+    label_smoothing: float = 0.0
+    class_weights: list[float] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_range(self, "label_smoothing", least=0, below=1)
+        self._weights: torch.Tensor | None = None
+        if self.class_weights is not None:
+            valid = any(self.class_weights) and all(0 <= weight < math.inf for weight in self.class_weights)
+            why, remedy = "weights are finite and not negative, and not all 0", "as in workload.class_weights=[1,2.5]"
+            check(valid, "class_weights", self.class_weights, why, remedy)
+            self._weights = torch.tensor(self.class_weights, dtype=torch.float64)
+
+    def check_num_classes(self, count: int, more: str = "") -> None:
+        """Raise `ConfigError` unless there are as many weights as classes, of which there are `count`."""
+        given, remedy = self.class_weights, f"give {count} weights{more}"
+        fits = given is None or len(given) == count
+        check(fits, "workload.class_weights", given, f"there are {count} classes", remedy)
+
+    def cross_entropy(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Return the weighted, smoothed sum divided by the number of targets, of logits [n, num_classes, …]."""
+        weights, dtype = self._weights, torch.promote_types(outputs.dtype, torch.float32)
+        if weights is not None and (weights.device, weights.dtype) != (outputs.device, dtype):
+            weights = self._weights = weights.to(outputs.device, dtype)  # once, not in every step
+        smoothing = self.label_smoothing
+        total = torch.nn.functional.cross_entropy(outputs, targets, weights, reduction="sum", label_smoothing=smoothing)
+        return total / outputs[:, 0].numel()
