@@ -41,7 +41,8 @@ bench: .venv/bench
 	@echo "setting up .venv: the versions in constraints.txt (about 5 GB with torch; a minute or two)"
 	@$(PYTHON) -c 'import sys; v = sys.version_info; ok = (3, 11) <= v < (3, 14); sys.exit(0 if ok else f"Python 3.11 to 3.13 is needed, this is {sys.version.split()[0]}: try make PYTHON=python3.12 $(MAKECMDGOALS)")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
+	@# Without --quiet: pip shows what it downloads and installs, with a bar in a terminal.
+	@$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[test]'
 	@touch $@
 
 .venv/bench: .venv/ready
