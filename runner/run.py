@@ -26,6 +26,7 @@ from runner.device import Device, device_name
 from runner.ema import Ema
 from runner.env.base import Env
 from runner.model.base import Model
+from runner.model.user import UserModel
 from runner.optimizer import Optimizer
 from runner.parallel.base import Parallel
 from runner.parallel.collectives import Collectives
@@ -91,7 +92,7 @@ class Run:
     resume: str = "never"
     deterministic: bool = False
     compile: bool | str = False
-    channels_last: bool = True
+    channels_last: bool | str = "auto"
     proof: bool | str = "auto"
     code: dict[str, Any] = field(default_factory=dict)
     output_root: str = "outputs"
@@ -110,6 +111,11 @@ class Run:
             check_range(self, key, least=1, most=_LARGEST)
         for key in ("eval_every", "save_every", "keep"):
             check_range(self, key, least=0, most=_LARGEST)
+        if self.channels_last == "auto":  # code of the user's may need contiguous tensors, for example for `view`
+            model = getattr(self.workload, "model", None)
+            self.channels_last = type(model).__module__.startswith("runner.") and not isinstance(model, UserModel)
+        why, remedy = "there is no such choice;", did_you_mean(str(self.channels_last), ("auto", "true", "false"))
+        check(isinstance(self.channels_last, bool), "channels_last", self.channels_last, why, remedy)
         if not isinstance(self.compile, bool) and self.compile not in ("blocks", "step"):
             remedy = did_you_mean(self.compile, ("true", "false", "blocks", "step"))
             raise ConfigError("compile", self.compile, "there is no such choice;", remedy)
@@ -170,7 +176,7 @@ class Run:
             ConfigError: as in `Parallel.divide`.
         """
         plan = Plan(self.batch_size, self.accumulation.count, seed=self.seed)
-        session = Session(collectives, plan, self.workload, self.precision, self.channels_last, self.compile)
+        session = Session(collectives, plan, self.workload, self.precision, bool(self.channels_last), self.compile)
         return replace(session, plan=self.parallel.divide(session))
 
     @contextmanager

@@ -83,15 +83,19 @@ def seed_all(seed: int) -> None:
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """A context in which `random`, NumPy and torch on the CPU draw from `seed`; then, they go on as before."""
-    before = random_states(())
+    numpy_random = _numpy_random()  # not `random_states`, whose tensors have no values while a run is planned
+    before = torch.get_rng_state(), random.getstate(), numpy_random and numpy_random.get_state()
     try:
         torch.default_generator.manual_seed(seed)
         random.seed(seed)
-        if numpy_random := _numpy_random():
+        if numpy_random:
             numpy_random.seed(seed & 0xFFFFFFFF)
         yield
     finally:
-        set_random_states(before, ())
+        torch.set_rng_state(before[0])
+        random.setstate(before[1])
+        if numpy_random:
+            numpy_random.set_state(before[2])
 
 
 def _numpy_random() -> Any:

@@ -167,7 +167,7 @@ class Candidates:
             OptionGroup("parallel", lambda run: self._modes(counts[1:]), weight=4),
             OptionGroup("pipeline", self._pipelines, weight=2),
             *self._values("device.threads", threads),
-            *self._values("channels_last", [True, False] if self._has(torch.nn.Conv2d) else []),
+            *self._values("channels_last", [not self.base.channels_last] if self._has(torch.nn.Conv2d) else []),
             *self._values("accumulation", [1, 2, 4]),
             *self._values("data.workers", sorted({0, 1, max(1, cores // 2), cores}) if loads else []),
             *self._values(

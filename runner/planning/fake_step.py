@@ -24,12 +24,13 @@ from runner.models.blocks import blocks_of
 from runner.models.layers import normalizes_batches
 from runner.parallel.base import Parallel
 from runner.parallel.collectives import Collectives
+from runner.parallel.fsdp import FSDP
 from runner.parallel.hogwild import Hogwild
 from runner.parallel.launch.processes import LocalProcesses
 from runner.parallel.pipeline import Pipeline
 from runner.parallel.pipelining.partition import Partition, balanced, first_inputs
 from runner.parallel.session import Session
-from runner.planning.step_tracker import FLOPS, Costs, StepTracker
+from runner.planning.step_tracker import OWN_FLOPS, Costs, StepTracker
 from runner.run import Run
 from runner.state import State
 from runner.system.fake_tensors import fake_process_group, fake_tensors
@@ -131,7 +132,7 @@ def block_flops(run: Run, session: Session) -> dict[str, int]:
         x = first_inputs(model, session, session.plan.chunk_size)
         x = x.to(next(model.parameters()).dtype) if x.is_floating_point() else x
         for name, block in blocks_of(model):
-            with FlopCounterMode(display=False, custom_mapping=FLOPS) as counter:
+            with FlopCounterMode(display=False, custom_mapping=OWN_FLOPS) as counter:
                 with run.precision.autocast():
                     x = block(x.detach().requires_grad_(bool(found)))
                 if x.requires_grad:
@@ -167,6 +168,8 @@ def trace_rank(run: Run, session: Session, rank: int, further: int = 0) -> RankP
     """
     if isinstance(run.parallel, Hogwild):  # each worker trains by itself, as a single device does
         run = dataclasses.replace(run, parallel=Parallel())
+    if isinstance(run.parallel, FSDP):  # which parameters were used is a value
+        run = dataclasses.replace(run, parallel=dataclasses.replace(run.parallel, find_unused=False))
     world_size, devices = session.world_size, [torch.device("cpu")] * len(session.devices)
     process = FakeCollectives(devices, rank, world_size) if world_size > 1 else Collectives(devices)
     group = fake_process_group(rank, world_size) if world_size > 1 else nullcontext()

@@ -46,8 +46,8 @@ def _convolution_backward_flops(
 
 
 setattr(_convolution_backward_flops, "_get_raw", True)  # noqa: B010  # of tensors, not of their shapes
-FLOPS = {**flop_registry, torch.ops.aten.convolution_backward: _convolution_backward_flops}
-"""The function that counts the floating-point operations of an operator, given its arguments, by operator."""
+OWN_FLOPS = {torch.ops.aten.convolution_backward: _convolution_backward_flops}
+"""The functions that count the floating-point operations of an operator, where torch's counts others."""
 
 
 @dataclass
@@ -133,8 +133,8 @@ class StepTracker(TorchDispatchMode):
         if sum(self.current.values()) > sum(self.peak.values()):
             self.peak = dict(self.current)
         packet, times = func.overloadpacket, 1 + self._further if self._number == 2 else 1
-        if packet in FLOPS:
-            flops = times * FLOPS[packet](*args, **(kwargs or {}), out_val=result)
+        if count := OWN_FLOPS.get(packet) or flop_registry.get(packet):
+            flops = times * count(*args, **(kwargs or {}), out_val=result)
             self.costs.flops += flops
             self.costs.backward_flops += flops if _in_backward() else 0
         elif func.namespace == "c10d" and (name := _COLLECTIVES.get(packet.__name__)) is not None:

@@ -46,7 +46,7 @@ def test_groups_change_one_option_and_compiled_candidates_come_last():
     assert options(of(*CONVNET, "parallel=single", "device.threads=1")) == {
         "precision": ["precision=bf16"],
         "parallel": [""],
-        "channels_last": ["channels_last=true", "channels_last=false"],
+        "channels_last": ["channels_last=false"],
         "accumulation": [f"accumulation={count}" for count in (1, 2, 4)],
         "compile": ["compile=false", "compile=true", "compile=blocks", "compile=step"],
     }

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import networks_to_export
 from helpers.compose import TINY_CPU, build_composed_run, compose_config
 from helpers.runs import write_images
 from helpers.tensor_memory import measured_peak
@@ -158,6 +159,14 @@ def test_fsdp_shards_parameters_and_optimizer_state_and_pipeline_stages_have_the
     assert ends == ["stem", "layer2.1", "layer3.0", "head"]
     assert not first.saved.keys() & second.saved.keys()
     assert first.saved | second.saved == whole.saved
+
+
+@pytest.mark.parametrize("name", ["Lengths", "ComplexWeights", "Parametrized"])
+def test_networks_of_ones_own_are_planned(name, capsys):
+    """The floating-point operations are those of one linear layer; the gradient of the images is not computed."""
+    found = report(capsys, *TINY_CPU, f"model={networks_to_export.__file__}:{name}", "batch_size=32", "steps=1")
+    [rank] = found["ranks"]
+    assert (rank["forward_flops"], rank["backward_flops"]) == (2 * 32 * 64 * 10,) * 2
 
 
 def test_planning_does_not_change_the_run(tmp_path):
