@@ -176,9 +176,9 @@ class _Proof:
         _SWITCHES[self._switch](model)
         synchronized = getattr(self._run.parallel, "sync_batch_norm", False)
         layers = {name: each for name, each in model.named_modules() if isinstance(each, _BatchNorm) and each.training}
-        if layers and synchronized and self._session.plan.accumulation > 1:
-            self._switch = len(_SWITCHES) - 1  # the parts of a batch are no ranges of it
-            layers = {}
+        is_of_ranges = not self._session.devices[1:] and not (synchronized and self._session.plan.accumulation > 1)
+        if layers and not is_of_ranges:  # as replicas in one process, or synchronized micro-batches
+            self._switch, layers = len(_SWITCHES) - 1, {}
         self._parts = self._num_parts if layers and not synchronized else 1
         self._batch_norms = {f"{name}.{key}" for name, each in layers.items() for key, _ in each.named_buffers()}
 
