@@ -255,10 +255,12 @@ def test_what_cannot_be_trained_is_refused(given, key, why):
     assert not list(Path.cwd().glob("outputs/*/*/config.yaml"))
 
 
-def test_unused_parameters_are_refused_by_ddp():
-    with pytest.raises(ConfigError) as refused:
-        trained(DDP, model=Dict, loss=lambda outputs, targets: cross_entropy(outputs["logits"], targets))
-    assert refused.value.key == "parallel.find_unused"
+def test_unused_parameters_are_found_by_ddp_and_refused_where_they_are_not_looked_for():
+    loss = lambda outputs, targets: cross_entropy(outputs["logits"], targets)  # noqa: E731
+    (_, ours), (_, theirs) = (trained(*mode, model=Dict, loss=loss) for mode in ([DDP], []))
+    assert largest_difference(ours, theirs) < 1e-6
+    with pytest.raises(ConfigError, match="gradients are not those of a single device"):
+        trained(DDP, "parallel.find_unused=false", model=Dict, loss=loss)
 
 
 def test_what_cannot_be_sent_to_processes_is_refused_only_where_there_are_some():
