@@ -255,10 +255,11 @@ class State:
             tensors, optimizer_state = collect(self.optimizer)
             ema, loss = self.average.full_tensors(collect), self.modules.loss_state()
             own = self.modules.only_of_rank(own)
-        broken = full_state.not_finite(tensors, optimizer_state)
+        moments = {f"{key} of {name}": t for name, state in optimizer_state.items() for key, t in state.items()}
+        broken = [name for name in full_state.not_finite(tensors | moments) if name not in self.modules.not_finite]
         totals = collectives.all_reduce({"broken": torch.tensor(float(bool(broken)), device=device)})
         if totals["broken"]:  # all-reduced, because not every rank has every tensor
-            raise DivergedError(self.step, broken or "the state")
+            raise DivergedError(self.step, broken[0] if broken else "the state")
         self.has_saved = True
         shared = {
             "optimizer": optimizer_state,

@@ -20,12 +20,14 @@ from typing import Any
 import torch
 
 from runner.batching import Step
+from runner.config import user_code
 from runner.config.errors import ConfigError, described
 from runner.device import oversubscription
 from runner.models.blocks import table_of
 from runner.optimizer import learning_rates
 from runner.parallel.buffers import with_own_memory
 from runner.parallel.collectives import Collectives, encode
+from runner.parallel.round_trip import check_round_trip
 from runner.parallel.session import Session
 from runner.result import CrashedError, Result
 from runner.run import Run, build_run, describe_model
@@ -88,6 +90,8 @@ def train(
             introduce(state, recorder)
             try:
                 with torch_refusals(run):
+                    if state.step == 0 and user_code.given().names():
+                        check_round_trip(state.modules, run.parallel, state.optimizer, session)
                     try_evaluation(state)
                     status, error = loop(state, take_step, recorder, progress, stop), ""
             except DivergedError as diverged:

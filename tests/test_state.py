@@ -3,13 +3,27 @@
 import copy
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from helpers.plain_loop import weights_at
 from helpers.runs import assert_bitwise_equal
-from helpers.stateful_objects import DATA, Weighted, quiet, train_given
+from helpers.stateful_objects import (
+    DATA,
+    Fails,
+    Forgets,
+    Renames,
+    SparseBuffer,
+    Unsavable,
+    Weighted,
+    odd,
+    quiet,
+    train_given,
+)
 
+from runner.config.errors import ConfigError
 from runner.seeds import derive
+from runner.storage.checkpoint import load
 
 STEPS = 6
 MODES = [
@@ -72,3 +86,54 @@ def test_buffers_and_the_mode_of_a_loss_are_those_of_a_plain_loop(ranks, tmp_pat
     [saved] = torch.load(tmp_path / f"checkpoints/step_{STEPS:08d}/state.pt", weights_only=True)["loss"]
     torch.testing.assert_close(saved["frequency"], of_loss["frequency"])
     assert saved["calls"].int() == of_loss["calls"].int() == STEPS
+
+
+ODD_MODES = [(1, "single ema.decay=0.5"), (2, "ddp ema.decay=0.5"), (2, "fsdp"), (2, "pipeline parallel.cuts=[odd]")]
+
+
+@pytest.mark.parametrize(("count", "mode"), ODD_MODES)
+def test_state_of_any_kind_is_saved_and_resumed_bitwise(count, mode, ranks, tmp_path):
+    def train(name: str, *more: str) -> None:
+        (tmp_path / name).mkdir(exist_ok=True)
+        code = {"model": odd, "loss": None}
+        ranks(count).call_on_all(partial(train_given, words(mode, *more), **code), tmp_path / name)
+
+    train("whole", f"steps={STEPS}", "eval_every=0")
+    for step in (3, STEPS):
+        train("resumed", f"steps={step}", "eval_every=1")
+    resumed, whole = (load(tmp_path / name / f"checkpoints/step_{STEPS:08d}") for name in ("resumed", "whole"))
+    for key in ("tensors", "ema", "local"):
+        assert_bitwise_equal(dict(vars(resumed)[key]), dict(vars(whole)[key]))
+    tensors = whole.tensors
+    num_passes = len(tensors["odd._extra_state"]["log"])  # a step has several in a pipeline
+    assert num_passes > 0
+    assert num_passes % STEPS == 0
+    assert tensors["odd.wide"][0] == 1 + (2 + num_passes) * 1j
+    assert tensors["odd.count"].int().tolist() == [num_passes] * 2
+    assert bool(whole.ema) is ("ema" in mode)
+
+
+@pytest.mark.cases(
+    (Forgets, {"0.weight", "load_state_dict"}),
+    (partial(Unsavable, Weighted()), {"_extra_state", "Weighted"}),
+    (partial(Unsavable, b"bytes"), {"_extra_state"}),
+    (partial(Unsavable, np.zeros(2)), {"_extra_state"}),
+    (SparseBuffer, {"graph", "persistent=False"}),
+    (Fails, {"in state_dict"}),
+    ids=lambda value: str(value),
+)
+def test_a_network_whose_state_cannot_be_restored_is_refused_before_the_first_step(make, named, tmp_path):
+    with pytest.raises(ConfigError) as refused:
+        train_given(words("", "steps=3", "eval_every=0"), tmp_path, model=make(), loss=None)
+    assert refused.value.key == "model"
+    assert all(word in str(refused.value) for word in named), refused.value
+    assert not [*tmp_path.glob("checkpoints/*")]
+
+
+def test_names_that_a_network_gives_its_state_are_those_of_its_checkpoint(tmp_path):
+    for step in (2, 4):
+        train_given(words("", f"steps={step}", "eval_every=0"), tmp_path / "resumed", model=Renames, loss=None)
+    train_given(words("", "steps=4", "eval_every=0"), tmp_path / "whole", model=Renames, loss=None)
+    wanted = weights_at(tmp_path / "whole", 4)
+    assert wanted.keys() == {"w", "0.bias"}
+    assert_bitwise_equal(weights_at(tmp_path / "resumed", 4), wanted)

@@ -179,15 +179,15 @@ class ProcessGroup(Collectives):
                     continue
                 gathered[name] = torch.empty(shape, dtype=dtype) if source and self.rank == 0 else tensors.get(name)
                 if source and self.rank == source:
-                    torch.distributed.send(_as_bytes(tensors[name]), 0)
+                    torch.distributed.send(bytes_of(tensors[name]), 0)
                 elif source and self.rank == 0:
-                    torch.distributed.recv(_as_bytes(gathered[name]), source)
+                    torch.distributed.recv(bytes_of(gathered[name]), source)
         return gathered if self.rank == 0 else {}
 
     def broadcast(self, tensors: Sequence[torch.Tensor], source: int = 0) -> None:
         for tensor in tensors:
             content = tensor.detach().contiguous()
-            torch.distributed.broadcast(_as_bytes(content), source)
+            torch.distributed.broadcast(bytes_of(content), source)
             tensor.detach().copy_(content)
 
     def finish(self) -> None:
@@ -200,6 +200,6 @@ class ProcessGroup(Collectives):
         self._pending = None
 
 
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the bytes of a contiguous `tensor`, which share its memory: gloo does not know all dtypes."""
     return tensor.detach().contiguous().flatten().view(torch.uint8)

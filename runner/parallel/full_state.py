@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from runner.storage.state_dict import with_versions
-from runner.storage.value_checks import TensorSpec, UnexpectedContentError, check_like
+from runner.storage.value_checks import TensorSpec, UnexpectedContentError, check_like, is_finite
 
 _PROBE = (3, 5)  # the shape of a test parameter: a state tensor of this shape must have it from the parameter
 
@@ -41,7 +41,8 @@ def copied(state: dict[str, Any], keep: bool = True) -> dict[str, Any]:
     for key, value in state.items():
         if isinstance(value, torch.Tensor):
             value = full_tensor(value.detach())
-            value = value.to("cpu", copy=True).contiguous() if keep else None
+            value = value.to("cpu", copy=True) if keep else None
+            value = value.contiguous() if value is not None and value.layout == torch.strided else value
         else:
             value = copy.deepcopy(value)
         copies[key] = value
@@ -65,10 +66,10 @@ def load(
 def load_module(module: torch.nn.Module, tensors: TensorDict, where: str) -> None:
     """Load full tensors into `module`, which is called `where` in an `UnexpectedContentError`."""
     held = module.state_dict()
-    check_like(dict(tensors), dict(held), where)
+    check_like(dict(tensors), {n: t if isinstance(t, torch.Tensor) else object for n, t in held.items()}, where)
     # Not strictly, as the names have been compared: torch would add, and then refuse, `num_batches_tracked` of batch
     # normalization layers in other stages of a pipeline.
-    shards = {name: shard_like(held[name], tensor) for name, tensor in tensors.items()}
+    shards = {name: shard_like(held[name], value) for name, value in tensors.items()}
     module.load_state_dict(with_versions(shards, tensors, held), strict=False)
 
 
@@ -126,16 +127,9 @@ def _state_of_a_step(optimizer: torch.optim.Optimizer, group: dict[str, Any]) ->
     return forms
 
 
-def not_finite(tensors: TensorDict, optimizer_state: dict[str, dict[str, Any]]) -> str:
-    """Return the name of the first tensor that is not finite; empty if all are finite."""
-    moments = {f"{key} of {name}": t for name, state in optimizer_state.items() for key, t in state.items()}
-    for name, tensor in (tensors | moments).items():
-        if isinstance(tensor, torch.Tensor) and (tensor.is_floating_point() or tensor.is_complex()):
-            wide = tensor.float() if tensor.dtype.itemsize == 1 else tensor  # torch adds no float8
-            # A sum is faster, but may overflow.
-            if not wide.sum().isfinite() and not wide.isfinite().all():
-                return name
-    return ""
+def not_finite(tensors: TensorDict) -> list[str]:
+    """Return the names of the tensors that are not finite; other values are."""
+    return [name for name, each in tensors.items() if isinstance(each, torch.Tensor) and not is_finite(each)]
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -144,13 +138,13 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def shard_like(like: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """Return the full `tensor`, sharded in the same way as `like`."""
+def shard_like(like: Any, tensor: Any) -> Any:
+    """Return the full `tensor`, sharded in the same way as `like`; other values as they are."""
     if not hasattr(like, "device_mesh"):
         return tensor
     from torch.distributed.tensor import distribute_tensor
 
-    mesh, placements = like.device_mesh, like.placements  # pyright: ignore[reportAttributeAccessIssue]
+    mesh, placements = like.device_mesh, like.placements
     # Every process has read the full tensor from the checkpoint, so nothing has to be sent.
     return distribute_tensor(tensor.to(like.device), mesh, placements, src_data_rank=None)
 

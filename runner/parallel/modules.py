@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from runner.config import user_code
 from runner.config.errors import ABSENT, ConfigError
 from runner.parallel import full_state
 from runner.parallel.buffers import average, buffers_kept, named_buffers
+from runner.parallel.collectives import bytes_of
 from runner.parallel.session import Session
 from runner.storage.value_checks import UnexpectedContentError, check_like
 
@@ -28,6 +31,10 @@ class Modules:
         numbers = [plan.data_shard[1], plan.step_shard[1], plan.num_members]
         self.replicas = numbers if max(numbers) > 1 else []
         """How many ranks have other samples, other steps, and other members; empty if none have."""
+        names = full_state.not_finite(dict(model.named_buffers()))
+        of_ranks = session.collectives.all_gather(names) if plan.splits_network else [names]
+        self.not_finite = {*chain(*of_ranks)}
+        """The buffers of the model that are not finite from the beginning, such as masks."""
 
     @property
     def each(self) -> list[torch.nn.Module]:
@@ -64,14 +71,24 @@ class Modules:
             yield
         self.train()
 
-    def of_rank(self) -> dict[str, torch.Tensor]:
-        """Return copies of the buffers by name, if each rank has its own."""
-        return {name: each.clone() for name, each in named_buffers(self.each).items() if self.replicas}
+    def of_rank(self) -> dict[str, Any]:
+        """Return copies of the buffers and the extra state by name, if each rank has its own."""
+        if not self.replicas:
+            return {}
+        extra = {name: copy.deepcopy(module.get_extra_state()) for name, module in self._with_extra_state().items()}
+        return extra | {name: each.clone() for name, each in named_buffers(self.each).items()}
 
-    def only_of_rank(self, own: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return those of `own` which differ, once the ranks are synchronized, and those of the loss, on the CPU."""
+    def only_of_rank(self, own: dict[str, Any]) -> dict[str, Any]:
+        """Return `own`, on the CPU, without buffers of the model that do not differ once ranks are synchronized."""
         same = named_buffers([self._model])
-        return {name: t.cpu() for name, t in own.items() if name not in same or not torch.equal(t, same[name])}
+        equal = [name for name in same if name in own and bytes_of(own[name]).equal(bytes_of(same[name]))]
+        rest = {name: each for name, each in own.items() if name not in equal}
+        return {name: each.cpu() if isinstance(each, torch.Tensor) else each for name, each in rest.items()}
+
+    def _with_extra_state(self) -> dict[str, torch.nn.Module]:
+        named = ((f"{number}.{name}", m) for number, each in enumerate(self.each) for name, m in each.named_modules())
+        default = torch.nn.Module.get_extra_state
+        return {f"{name}._extra_state": each for name, each in named if type(each).get_extra_state is not default}
 
     def loss_state(self) -> list[dict[str, Any]]:
         """Return a copy of the state of the loss; an empty list if it is no module."""
@@ -86,10 +103,13 @@ class Modules:
         """
         self._load_loss(of_loss)
         if self.replicas and replicas == self.replicas:
-            own = {name: each for name, each in named_buffers(self.each).items() if name in of_rank}
-            check_like(of_rank, own, "the buffers of a rank")
+            own, extra = named_buffers(self.each), self._with_extra_state()
+            own = {name: each for name, each in own.items() if name in of_rank}
+            check_like(of_rank, own | dict.fromkeys(extra, object), "the buffers of a rank")
             for name, buffer in own.items():
                 buffer.copy_(of_rank[name])
+            for name, module in extra.items():
+                module.set_extra_state(of_rank[name])
 
     def _load_loss(self, saved: list[dict[str, Any]]) -> None:
         loss = self.each[1:]

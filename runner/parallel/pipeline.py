@@ -132,7 +132,7 @@ class Pipeline(Partition, MultiProcess):
     def _place(self, model: torch.nn.Module, session: Session) -> torch.nn.Module:
         count = self.num_stages(session)
         self._num_workers = count if self.engine == "streams" else session.world_size
-        self._names = list(model.state_dict())
+        self._names, self._elsewhere = list(model.state_dict()), set[str]()
         self._spans: list[Span] = []
         self._timeline = Timeline(session.devices)
         if self.batch_norm == "defer":
@@ -154,6 +154,8 @@ class Pipeline(Partition, MultiProcess):
             check_split_backward(self.schedule, model)
             numbers = range(session.rank, count, session.world_size)
             stage_of = self.stage_of_each_tensor(model, stages)
+            others = {id(m) for i, blocks in enumerate(stages) if i not in numbers for b in blocks for m in b.modules()}
+            self._elsewhere = {f"{name}._extra_state" for name, m in model.named_modules() if id(m) in others}
             keep_only(model, {name for name, number in stage_of.items() if number in numbers})
             why = f"process {session.rank} has nothing to train"
             check(bool(trainable(model)), "parallel.cuts", self.cuts, why, "cut elsewhere, or take fewer stages")
@@ -242,6 +244,7 @@ class Pipeline(Partition, MultiProcess):
 
     def full_state(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[TensorDict, dict[str, Any]]:
         tensors, optimizer_state = full_state.collect(model, optimizer, keep=True)
+        tensors = {name: each for name, each in tensors.items() if name not in self._elsewhere}
         flat = {(name, key): value for name, state in optimizer_state.items() for key, value in state.items()}
         gather = self._session.collectives.gather_to_rank0
         tensors, states = gather(tensors), defaultdict(dict)

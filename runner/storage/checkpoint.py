@@ -9,14 +9,17 @@ run code or claim more memory than its file takes, and whoever loads a value che
 
 from __future__ import annotations
 
+import functools
 import logging
+import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
+from safetensors import SafetensorError
 
 from runner.config.errors import ConfigError, check
 from runner.storage import state_dict
@@ -86,6 +89,11 @@ def load(path: Path, rank: int = 0) -> Checkpoint:
         return _content(path / name) if name in manifest["files"] else {}
 
     tensors, state, local, ema = map(content, (MODEL, STATE, rank_file(rank), EMA))
+    for name, beside in zip((MODEL, EMA), (tensors, ema), strict=True):
+        others = state.pop(name, {})
+        if not isinstance(others, dict) or others.keys() & beside.keys():
+            raise untrusted(path, f"the hashes are correct, but {STATE} has another {name} beside it")
+        beside.update(others)
     prefix, suffix = part_file(rank, "*").split("*")
     names = [name for name in manifest["files"] if name.startswith(prefix) and name.endswith(suffix)]
     files = {name.removeprefix(prefix).removesuffix(suffix): path / name for name in names}
@@ -106,6 +114,31 @@ def _content(file: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise untrusted(file.parent, f"{file.name} contains {type(content).__name__} instead of a dict")
     return content
+
+
+def beside_tensors(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what safetensors cannot hold: the extra state of modules, and tensors of some dtypes, as complex128."""
+    return {name: v for name, v in state.items() if not (isinstance(v, torch.Tensor) and _is_known(v.dtype))}
+
+
+@functools.cache
+def _is_known(dtype: torch.dtype) -> bool:
+    from safetensors.torch import save
+
+    try:
+        return bool(save({"": torch.zeros(2, dtype=dtype)}))
+    except (KeyError, RuntimeError, SafetensorError, ValueError):
+        return False
+
+
+def reread(value: Any) -> Any:
+    """Return `value` after it was written, and read as content of a checkpoint that may be anybody's.
+
+    Raises any exception if that is not possible.
+    """
+    with tempfile.TemporaryDirectory(prefix="runner-") as scratch:
+        torch.save(value, file := Path(scratch, "value.pt"))
+        return load_tensors(file)
 
 
 def rank_file(rank: int) -> str:

@@ -26,7 +26,7 @@ import torch
 from safetensors import SafetensorError
 
 from runner.config.errors import check
-from runner.storage.checkpoint import EMA, MODEL, STATE, Checkpoint, Part, load, part_file, rank_file
+from runner.storage.checkpoint import EMA, MODEL, STATE, Checkpoint, Part, beside_tensors, load, part_file, rank_file
 from runner.storage.files import check_no_link, sync
 from runner.storage.manifest import MANIFEST, DamagedError, hashes_of_shared, manifest_of
 from runner.storage.run_directory import StorageError, entries, free_name, identity, saved_steps, step_name, step_of
@@ -157,9 +157,13 @@ class Checkpoints:
 
     def _commit(self, checkpoint: Checkpoint, part: Path, before: Path | None) -> None:
         weights = {MODEL: checkpoint.tensors} | ({EMA: checkpoint.ema} if checkpoint.ema else {})
+        state = dict(checkpoint.state)
         for name, tensors in weights.items():
-            _write_synced(part / name, partial(safetensors.torch.save_file, tensors, metadata=header(tensors) or None))
-        _write_synced(part / STATE, lambda path: _save(checkpoint.state, path))
+            beside = beside_tensors(tensors)
+            state |= {name: beside} if beside else {}
+            known = {key: each for key, each in tensors.items() if key not in beside}
+            _write_synced(part / name, partial(safetensors.torch.save_file, known, metadata=header(tensors) or None))
+        _write_synced(part / STATE, lambda path: _save(state, path))
         # safetensors makes its files unreadable for other users; give them the mode of the other files, from the umask.
         for name in weights:
             (part / name).chmod(stat.S_IMODE((part / STATE).stat().st_mode))

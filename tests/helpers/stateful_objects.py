@@ -76,3 +76,85 @@ def train_given(overrides: tuple[str, ...], directory: Path, **code: Any) -> Any
     given = user_code.passed(**{"model": network, "data": DATA, "loss": Weighted()} | code)
     with user_code.using(given):
         return train_on_rank(compose_config(*given.added_to([*SHORT, *overrides])), directory)
+
+
+class Odd(nn.Module):
+    """State of kinds that not every format, kernel or collective knows."""
+
+    def __init__(self):
+        super().__init__()
+        self.temperature = nn.Parameter(torch.ones(1))
+        self.log: list[float] = []
+        self.register_buffer("wide", torch.full((3,), 1 + 2j, dtype=torch.complex128))
+        self.register_buffer("small", torch.ones(4).to(torch.float8_e5m2))
+        self.register_buffer("count", torch.zeros(2, dtype=torch.uint16))
+        self.register_buffer("none", torch.zeros(0, 3))
+        self.register_buffer("mask", torch.full((2, 2), -torch.inf).triu(1))
+        self.register_buffer("view", self.wide[1:])  # shares its memory
+
+    def get_extra_state(self) -> dict[str, object]:
+        return {"log": list(self.log), "last": torch.tensor(self.log[-1:]), "text": "ä", 3: None}
+
+    def set_extra_state(self, state: dict[str, object]) -> None:
+        self.log = list(state["log"])  # pyright: ignore[reportArgumentType]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.log.append(float(x.detach().mean()))
+            self.wide += 1j
+            self.small.copy_(-self.small.float())
+            self.count.copy_(self.count.int() + 1)
+        scale = self.wide.imag.sum().to(x.dtype) + self.count.int().sum() + self.mask.exp().sum() + sum(self.log)
+        return x * self.temperature / (10 + scale)
+
+
+def odd() -> nn.Module:
+    layers = {"first": nn.Linear(5, 8), "tanh": nn.Tanh(), "odd": Odd(), "last": nn.Linear(8, 3)}
+    return nn.Sequential(OrderedDict(layers))
+
+
+class Renames(nn.Sequential):
+    """Its state dict has other names, which its `load_state_dict` knows."""
+
+    def __init__(self):
+        super().__init__(nn.Linear(5, 3))
+        self._register_state_dict_hook(lambda module, state, *_: state.update(w=state.pop("0.weight")))
+        self.register_load_state_dict_pre_hook(lambda module, state, *_: state.update({"0.weight": state.pop("w")}))
+
+
+class Forgets(Renames):
+    """Its `load_state_dict` does not know the names of its state dict."""
+
+    def _load_from_state_dict(self, *arguments: Any) -> None:
+        pass
+
+    def load_state_dict(self, state: Any, *arguments: Any, **options: Any) -> Any:
+        return super().load_state_dict({key: value for key, value in state.items() if key != "w"}, strict=False)
+
+
+class Unsavable(nn.Sequential):
+    """Its extra state is `extra`."""
+
+    def __init__(self, extra: Any):
+        super().__init__(nn.Linear(5, 3))
+        self.extra = extra
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
+
+
+class SparseBuffer(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(5, 3))
+        self.register_buffer("graph", torch.eye(4).to_sparse())
+
+
+class Fails(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(5, 3))
+
+    def state_dict(self, *arguments: Any, **options: Any) -> Any:
+        raise KeyError("in state_dict")
