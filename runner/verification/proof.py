@@ -137,7 +137,6 @@ class _Proof:
         if found and not isinstance(fine, Double) and on_rank_0(self._has_float64):  # it may be rounding
             self._train(exact)
             found = on_rank_0(partial(self._difference, exact))
-            found = found or on_rank_0(partial(self._beyond_rounding, fine, exact, 100 * FLOAT32_ROUNDING))
         if not found and fine is not own:
             self._train(own)
             found = on_rank_0(partial(self._beyond_rounding, own, fine, own.tolerance))
