@@ -10,10 +10,12 @@ import sys
 import tomllib
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from helpers.command import ROOT, run_command
 from helpers.compose import TINY_CPU
+from omegaconf import OmegaConf
 
 from runner.commands import COMMANDS
 from runner.config.options import option_files, option_keys, root_keys
@@ -53,6 +55,8 @@ def test_pip_installs_packages_that_are_extras_of_this_one():
 def test_messages_name_keys_and_options_that_exist():
     wrong = []
     known = {group: set().union(*option_keys(group).values()) for group in option_files()}
+    of_files: Any = OmegaConf.load(ROOT / "conf" / "workload" / "_user.yaml")  # of workload=FILE.py
+    known["workload"] |= {*of_files["workload"]}
     for path, texts in {**messages(), "names of other libraries": list(NAMES)}.items():
         for group, key, value in re.findall(
             r"(?<![\w./-])([a-z_]+)((?:\.[a-z_]+)*)=([\w\[]*(?:\.py)?)", "\n".join(texts)
