@@ -316,10 +316,10 @@ def _words(kind: str, found: Difference, limit: float) -> str:
 
 
 def _copied(workload: Workload) -> Workload:
-    """Return a copy that shares the data, but no module, such as a loss with running statistics."""
+    """Return a copy that shares the data, but no object that can be called, such as a loss with statistics."""
     copied = copy.copy(workload)
     for name, value in vars(workload).items():
-        if isinstance(value, torch.nn.Module):
+        if callable(value):  # of a function, `deepcopy` returns the function
             setattr(copied, name, copy.deepcopy(value))
     return copied
 
