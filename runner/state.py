@@ -209,13 +209,14 @@ class State:
         window = TensorSpec(torch.float32, (None, len(run.workload.train_metrics)))
         like = {"optimizer": {str: dict}, "precision": dict, "window": window, "logged": int, "num_steps": int}
         like |= {"metrics": {str: float}, "best": dict, "stop": dict}
-        like |= {"loss": [dict]} if "loss" in shared else {}
+        is_older = not {"buffers", "replicas"} & local.keys()  # without the state of a loss, `random` and NumPy
+        like |= {"loss": [dict]} if "loss" in shared or not is_older else {}
         check_like(shared, like, "the state")
         if shared["best"]:
             check_like(shared["best"], {"metric": str, "value": float, "step": int}, "the best evaluation")
         if local:
             like = {"workload": dict, "parallel": dict, "random": dict, "ema": dict}
-            like |= {"buffers": dict, "replicas": [int]} if "buffers" in local else {}  # not in older checkpoints
+            like |= {} if is_older else {"buffers": dict, "replicas": [int]}
             check_like(local, like, "the state of a rank")
         load = partial(run.parallel.load_full_state, self.model)
         load(self.optimizer, checkpoint.tensors, shared["optimizer"])
@@ -233,7 +234,8 @@ class State:
             run.workload.load_state_dict(local["workload"])
             run.workload.load_parts(checkpoint.part_files)
             for name, now in random_states(devices).items():
-                if name in local["random"] or name == "cpu":  # a run on other devices saved no state for this one
+                needed = ("cpu",) if is_older else ("cpu", "random", "numpy")
+                if name in local["random"] or name in needed:  # a run on other devices saved no state for this one
                     check_like(local["random"][name], now, f"the random state, {name}")
             set_random_states(local["random"], devices)
         else:
