@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import distributed, nn
@@ -299,8 +301,12 @@ def config_of(name: str, *overrides: str) -> dict[str, Any]:
 
 
 def trained(name: str, config: dict[str, Any], directory: Path) -> Any:
-    """Prove and train a run of `CASES[name]`, and return its result, or the text of the error that refuses it."""
-    with user_code.using(user_code.passed(**CASES[name])):
+    """Prove and train a run of `CASES[name]`, and return its result, or the text of the error that refuses it.
+
+    Called in each process of the run. `directory` may declare packages of components.
+    """
+    path = mock.patch.object(sys, "path", [str(directory), *sys.path])
+    with path, user_code.using(user_code.passed(**CASES[name])):
         run = build_run(config)
         launcher = run.parallel.launcher(run.device)
         try:

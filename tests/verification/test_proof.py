@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -68,16 +67,9 @@ def train(ranks: Ranks, name: str, overrides: list[str], directory: Path) -> Any
     return ranks(count).call_on_all(trained, name, config_of(name, *overrides), directory)[0]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _declared(tmp_path_factory) -> Iterator[None]:
-    """The ranks, which start once, find the incorrect modes as long as the tests of this module run."""
-    with pytest.MonkeyPatch.context() as patch:
-        incorrect_modes.declare(tmp_path_factory.mktemp("package"), patch)
-        yield
-
-
 @pytest.mark.parametrize("name", PLANTED_MISTAKES)
-def test_a_planted_mistake_is_refused_before_the_first_step(name, ranks, tmp_path):
+def test_a_planted_mistake_is_refused_before_the_first_step(name, ranks, tmp_path, monkeypatch):
+    incorrect_modes.declare(tmp_path, monkeypatch)
     case, overrides, words = PLANTED_MISTAKES[name]
     refusal = train(ranks, case, overrides, tmp_path)
     assert isinstance(refusal, str), refusal
