@@ -31,7 +31,8 @@ class Modules:
         numbers = [plan.data_shard[1], plan.step_shard[1], plan.num_members]
         self.replicas = numbers if max(numbers) > 1 else []
         """How many ranks have other samples, other steps, and other members; empty if none have."""
-        names = full_state.not_finite(dict(model.named_buffers()))
+        values = {name: each for name, each in model.named_buffers() if not hasattr(each, "fake_mode")}  # of a plan
+        names = full_state.not_finite(values)
         of_ranks = session.collectives.all_gather(names) if plan.splits_network else [names]
         self.not_finite = {*chain(*of_ranks)}
         """The buffers of the model that are not finite from the beginning, such as masks."""
