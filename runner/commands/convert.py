@@ -155,9 +155,10 @@ def _export_program(run: SavedRun, step: int, path: Path, overrides: Sequence[st
     part = path.with_name(f".{os.getpid()}.part{path.suffix}")
     try:
         with torch.no_grad(), _quiet():
-            program = PROGRAMS[path.suffix](model, inputs, json.dumps(signature), part)
+            # Each gets a copy, which it may change in place.
+            program = PROGRAMS[path.suffix](model, inputs.clone(), json.dumps(signature), part)
             for batch in (inputs, inputs[:1]):  # a program may be for batches of one size
-                difference = _difference(program(batch), model(batch))
+                difference = _difference(program(batch.clone()), model(batch.clone()))
                 why = f"its outputs differ from those of the model by {difference:.2g}, for {len(batch)} samples"
                 check(difference <= _TOLERANCE, "DESTINATION", str(path), why, remedy)
         os.replace(part, path)
