@@ -96,6 +96,11 @@ RIGHT: dict[str, list[str]] = {
 """The modes in which a network of `CASES` trains to the weights of a plain loop."""
 
 
+@pytest.mark.parametrize("mode", ["ddp", "pipeline parallel.batch_norm=defer", "ddp parallel.sync_batch_norm=true"])
+def test_batch_normalization_of_parts_of_a_batch_is_no_mistake(mode, ranks, tmp_path):
+    assert train(ranks, "batch_norm", f"parallel={mode}".split(), tmp_path).steps == 4
+
+
 def plain_weights(name: str, weight_decay: float) -> dict[str, torch.Tensor]:
     """Train for four steps in plain PyTorch, in float64."""
     inputs, targets = CASES[name]["data"][0]
