@@ -75,16 +75,12 @@ class UserWorkload(CrossEntropyWorkload[Samples]):
         if isinstance(given, torch.nn.Module):
             trained, name = any(each.requires_grad for each in given.parameters()), type(given).__name__
             check(not trained, "loss", name, "its parameters would not be trained", "make them a part of the model")
-        why, options = "the targets are numbers", ("label_smoothing", "class_weights")
-        why = (
-            why
-            if given is None
-            else f"they are options of the default loss, and loss is {getattr(given, '__name__', type(given).__name__)}"
-        )
-        remedy = (
-            'cross_entropy(outputs, targets, weight=…, label_smoothing=…, reduction="sum") / len(targets) in the loss'
-        )
-        for key in options:
+        why, name = "the targets are numbers", getattr(given, "__name__", type(given).__name__)
+        if given is not None:
+            why = f"it is an option of the default loss, and loss is {name}"
+        call = 'cross_entropy(outputs, targets, weight=…, label_smoothing=…, reduction="sum")'
+        remedy = f"{call} / len(targets) in the loss"
+        for key in ("label_smoothing", "class_weights"):
             is_used = self._loss is _cross_entropy or not getattr(self, key)
             check(is_used, f"workload.{key}", getattr(self, key), why, remedy)
         super().use(train, held_out)
