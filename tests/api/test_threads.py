@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from threading import Event
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from helpers.user_objects import TENSORS, Net
 from torch import nn
 
 import runner
+from runner.api import execution
 
 WORDS = ["device=cpu", "device.threads=1", "batch_size=12", "steps=6"]
 
@@ -29,18 +32,29 @@ def _elsewhere(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def test_runs_in_threads_are_those_of_one_after_another(capsys):
-    def train(seed: int) -> dict[str, torch.Tensor]:
+def test_runs_in_threads_are_those_of_one_after_another(monkeypatch):
+    said, waits = list[str](), Event()
+
+    def warning(text: str, *values: Any) -> None:
+        said.append(text)
+        waits.set()
+
+    monkeypatch.setattr(execution.log, "warning", warning)
+
+    def train(seed: int, together: bool = False) -> dict[str, torch.Tensor]:
+        def hook(state: Any) -> None:
+            state.log("user/seed", seed)
+            assert not together or waits.wait(60)  # the first run trains until another thread waits for it
+
         words = [*WORDS, f"seed={seed}", f"precision={(32, 64)[seed % 2]}"]
-        hook = lambda state: state.log("user/seed", seed)  # noqa: E731
         result: Any = runner.train(words, model=(Net, Drops)[seed % 2], data=TENSORS, after_step=hook)
         assert result.metrics["eval/loss"] > 0
         assert {*runner.load(result.directory).curves()["user/seed"].values()} == {float(seed)}
         return weights_at(result.directory, 6)
 
     with ThreadPoolExecutor(3) as pool:
-        together = [*pool.map(train, range(3))]
-    assert "this thread waits" in capsys.readouterr().err
+        together = [*pool.map(partial(train, together=True), range(3))]
+    assert any("this thread waits" in text for text in said)
     for seed, weights in enumerate(together):
         alone = train(seed)
         assert [each.dtype for each in weights.values()] == [each.dtype for each in alone.values()]
