@@ -86,7 +86,7 @@ class State:
             session.world_size,
             session.collectives.barrier,
             session.collectives.timeout,
-            {CONFIG: lambda: config, SIGNATURE: partial(_signature_text, run.workload)},
+            {CONFIG: lambda: config, SIGNATURE: partial(_signature_text, run)},
         )
 
     @property
@@ -356,6 +356,7 @@ class State:
         )
 
 
-def _signature_text(workload: Workload) -> str:
-    identity = workload.samples_identity()
-    return signature_text(workload.signature() | ({"data": identity} if identity else {}))
+def _signature_text(run: Run) -> str:
+    identity = run.workload.samples_identity()
+    entries = run.workload.signature() | run.parallel.signature()
+    return signature_text(entries | ({"data": identity} if identity else {}))

@@ -35,6 +35,7 @@ from runner.seeds import derive, seed_all
 from runner.state import State
 from runner.storage.files import write_bytes
 from runner.storage.saved_run import config_yaml
+from runner.storage.signature import signature_to_resume
 from runner.system import memory, torch_errors, torch_private
 from runner.system.provenance import environment
 from runner.system.section_timer import timer
@@ -73,6 +74,7 @@ def train(
     """
     writes = session.rank == 0
     with run.settings(session.device):
+        run.parallel.continue_with(signature_to_resume(directory, run.resume))
         prove(run, session)
         with torch_refusals(run):  # already here, as a pipeline measures the blocks of the model
             state = prepare(run, session, directory, with_table=True)

@@ -8,8 +8,6 @@ from pathlib import Path
 
 from helpers.command import ROOT, Command
 
-from runner.parallel.base import Parallel
-
 PARTS = (
     *("runner.device", "runner.seeds", "runner.precision", "runner.optimizer", "runner.schedule", "runner.profiler"),
     *("runner.batching", "runner.ema", "runner.stop", "runner.result"),
@@ -77,14 +75,6 @@ def test_modules_import_only_from_their_group_and_earlier_layers():
 def test_there_are_no_import_cycles():
     graph = {module: imports(path) - {module} for module, path in modules().items()}
     graphlib.TopologicalSorter(graph).prepare()  # raises an error that names the modules of a cycle
-
-
-def test_the_layers_the_top_level_files_and_the_interface_of_parallel_modes_stay_few():
-    assert len(LAYERS) <= 15
-    at_the_root = sorted(path.name for path in (ROOT / "runner").glob("*.py"))
-    assert len(at_the_root) <= 18, at_the_root
-    public = [name for name in dir(Parallel) if not name.startswith("_")]
-    assert len(public) <= 16, public
 
 
 def test_networks_import_only_torch_torchvision_and_the_standard_library():

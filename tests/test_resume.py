@@ -23,7 +23,9 @@ from helpers.runs import assert_bitwise_equal, only_run, run_outcome
 
 import runner.resume.starting_point
 import runner.training
+from runner.device import Device
 from runner.parallel.collectives import ProcessGroup
+from runner.parallel.pipelining import partition
 from runner.result import CrashedError
 from runner.resume.changed_options import check_resumable
 from runner.storage.saved_run import saved_config
@@ -101,6 +103,25 @@ def test_resume_after_a_truncated_event_is_bitwise_exact(whole, tmp_path):
     [file] = tmp_path.glob("events*")
     os.truncate(file, file.stat().st_size - 7)  # in the last record, the point of step 12, which is computed again
     assert_bitwise_equal(run_outcome(train(tmp_path, *SHORT).directory), whole)
+
+
+@pytest.mark.parametrize("mode", ["pipeline parallel.engine=streams parallel.num_micro_batches=2", "model"])
+def test_measured_stages_are_those_of_the_first_session(mode, tmp_path, monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
+    options = (*SHORT, *f"parallel={mode} parallel.stages=2".split())
+    monkeypatch.setattr(Device, "resolve_all", lambda self: [torch.device("cpu")] * 2)
+
+    def train_with_other_times(directory: str, signalled: int, *seconds: float) -> Path:
+        times = iter(seconds)
+        monkeypatch.setattr(partition, "_median_seconds", lambda *_: next(times))
+        return train(tmp_path / directory, *options, signalled=signalled).directory
+
+    whole = train_with_other_times("whole", 0, 1, 1, 1, 1)
+    for step in (3, 8, 0):
+        stopped = train_with_other_times("stopped", step, 1, 1, 1, 1 if step == 3 else 9)
+    assert_bitwise_equal(weights_at(stopped, STEPS), weights_at(whole, STEPS))
+    stages = [text for text in caplog.messages if text.startswith("stages: ")]
+    assert stages == ["stages: conv1 … conv2 | hidden … head"] * 4
 
 
 @pytest.mark.gpu

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -69,6 +69,9 @@ class Parallel:
 
     def check(self, session: Session) -> None:
         """Raise a `ConfigError` if the mode does not fit the network of the workload. Its data has been read."""
+
+    def continue_with(self, saved: Mapping[str, Any]) -> None:
+        """Divide the network as in the session that wrote the checkpoint to resume, whose signature is `saved`."""
 
     def place(self, model: torch.nn.Module, session: Session) -> torch.nn.Module:
         """Move, wrap, shard or split the model, and return the module whose parameters are trained.
@@ -143,6 +146,10 @@ class Parallel:
 
         The mode may also write files to `directory`, the run directory.
         """
+        return {}
+
+    def signature(self) -> dict[str, Any]:
+        """Return what `continue_with` needs in another session of this run: the entries that the mode saves."""
         return {}
 
     def full_state(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[TensorDict, dict[str, Any]]:

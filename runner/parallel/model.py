@@ -14,7 +14,7 @@ from runner.device import Device
 from runner.parallel.base import Parallel, move
 from runner.parallel.compiling import compile_in_place, refuse_step
 from runner.parallel.launch.processes import Launcher
-from runner.parallel.pipelining.partition import Partition, first_inputs, profile_blocks, supervised
+from runner.parallel.pipelining.partition import Partition, first_inputs, supervised
 from runner.parallel.session import Session
 
 log = logging.getLogger(__name__)
@@ -51,8 +51,8 @@ class ModelParallel(Partition, Parallel):
             log.warning("parallel=model: there is one device, %s: nothing is split, this is parallel=single", device)
             self._stages: list[torch.nn.Module] = [super()._place(model, session)]
             return model
-        profiles = profile_blocks(model, first_inputs(model, session), session, timed=self.cuts == "auto")
-        stages = [torch.nn.Sequential(*blocks) for blocks in self.cut(model, profiles, len(devices))]
+        _, starts = self.profiled(model, first_inputs(model, session), session, len(devices))
+        stages = [torch.nn.Sequential(*blocks) for blocks in self.cut(model, starts)]
         move(model, device, session.channels_last)
         for stage, place in zip(stages, devices, strict=True):
             stage.to(place)

@@ -28,7 +28,6 @@ from runner.parallel.pipelining.partition import (
     StageModule,
     first_inputs,
     keep_only,
-    profile_blocks,
     supervised,
 )
 from runner.parallel.pipelining.schedules import ONE_STAGE_EACH, SCHEDULES, check_split_backward, num_micro_batches
@@ -138,14 +137,14 @@ class Pipeline(Partition, MultiProcess):
         if self.batch_norm == "defer":
             batch_norm.defer(model)
 
-        def profiles_as_tuples() -> list[tuple]:
+        def profiles_and_starts() -> tuple[list[tuple], list[int]]:
             inputs = first_inputs(model, session, session.plan.chunk_size)
-            profiles = profile_blocks(model, inputs, session, timed=self.cuts == "auto")
-            return [("inputs", 0.0, tuple(inputs.shape[1:]), inputs.dtype), *map(tuple, profiles)]
+            profiles, starts = self.profiled(model, inputs, session, count)
+            return [("inputs", 0.0, tuple(inputs.shape[1:]), inputs.dtype), *map(tuple, profiles)], starts
 
-        sent = session.collectives.from_rank_0(profiles_as_tuples)  # by one process, as measured times differ
+        sent, starts = session.collectives.from_rank_0(profiles_and_starts)  # by one process, as measured times differ
         inputs, *profiles = (BlockProfile(*each) for each in sent)
-        stages = self.cut(model, profiles, count)
+        stages = self.cut(model, starts)
         size = session.plan.chunk_size
         if session.plan.chunks == 1:
             log.warning("one micro-batch of %d samples: one stage computes at a time, nothing overlaps", size)

@@ -24,7 +24,7 @@ from runner.storage import run_directory, saved_run
 from runner.storage.files import check_readable, is_locked, json_text, read_regular, renamed_together, sync
 from runner.storage.manifest import DamagedError, saved_text, verified_manifest
 from runner.storage.saved_run import UnreadableConfigError, named_checkpoint, saved_config
-from runner.storage.signature import saved_signature
+from runner.storage.signature import checkpoint_to_resume, saved_signature
 from runner.system.provenance import environment
 from runner.system.secrets import redacted_values
 
@@ -223,10 +223,8 @@ def _check_checkpoint(claim: Claim, run: Run, session: Session) -> None:
     """Check that `run` can continue the run that wrote the checkpoint to resume from, and find out if it is done."""
     # The config of the run directory is not enough: it or the checkpoint may have been copied from another run. What
     # cannot be read is not checked: when it is loaded, an error says why, or the previous checkpoint is taken.
-    newest = claim.path / "checkpoints" / run_directory.step_name(run_directory.newest_step(claim.path))
-    checkpoint = named_checkpoint(run.resume) or newest
+    checkpoint, saved, signature = checkpoint_to_resume(claim.path, run.resume), None, None
     unreadable = (OSError, DamagedError, ConfigError)
-    saved, signature = None, None
     with suppress(*unreadable):
         saved = saved_run.parse_config((saved_text(checkpoint, run_directory.CONFIG) or "").encode())
     with suppress(*unreadable):

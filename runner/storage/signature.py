@@ -1,4 +1,4 @@
-"""The signature of a checkpoint, `model.json`: what the numbers in its inputs and outputs mean, and its data."""
+"""The signature of a checkpoint, `model.json`: what its inputs and outputs mean, its data, and its stages."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import math
 import reprlib
 from collections.abc import Mapping
+from contextlib import suppress
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,9 @@ from typing import Any
 from runner.config.errors import ABSENT, ConfigError, check
 from runner.storage.checkpoint import SIGNATURE
 from runner.storage.files import json_text
-from runner.storage.manifest import saved_text, untrusted
-from runner.storage.run_directory import MAX_BYTES
+from runner.storage.manifest import DamagedError, saved_text, untrusted
+from runner.storage.run_directory import MAX_BYTES, newest_step, step_name
+from runner.storage.saved_run import named_checkpoint
 from runner.storage.value_checks import COUNT, UnexpectedContentError, check_known, check_like
 
 _SIZE = range(1, 4097)
@@ -36,6 +38,7 @@ _FORMS: dict[str, Any] = {
     "scale": {str: _MOMENTS},
     "image": {"shape": [int], **_MOMENTS, "center": float},
     "data": {"training": COUNT, "held_out": COUNT, "sha256": str},
+    "cuts": [str],
 }
 """The forms of the entries of a signature (see `check_like`)."""
 
@@ -65,13 +68,28 @@ def saved_signature(checkpoint: Path) -> dict[str, Any]:
     return signature
 
 
+def signature_to_resume(directory: Path, resume: str) -> dict[str, Any]:
+    """Return the signature of the checkpoint to resume from; empty if there is none.
+
+    What cannot be read is taken as empty: when it is loaded, an error says why, or the previous checkpoint is taken.
+    """
+    with suppress(OSError, DamagedError, ConfigError):
+        return saved_signature(checkpoint_to_resume(directory, resume))
+    return {}
+
+
+def checkpoint_to_resume(directory: Path, resume: str) -> Path:
+    """Return the path of the checkpoint that `resume` names, or of the newest one in the run `directory`."""
+    return named_checkpoint(resume) or directory / "checkpoints" / step_name(newest_step(directory))
+
+
 def _check(signature: Any) -> None:
     check_like(signature, dict, "it")
     entries = {key: value for key, value in signature.items() if (key, value) != ("image", None)}
     check_known(entries, _FORMS, (), "it")
     inputs: list[int] = entries.get("inputs", [])
     classes, targets, image, scale = (entries.get(key) for key in ("classes", "targets", "image", "scale"))
-    fits = entries.keys() <= {"data", "outputs"} or ("inputs" in entries and bool(classes) != bool(targets))
+    fits = entries.keys() <= {"data", "outputs", "cuts"} or ("inputs" in entries and bool(classes) != bool(targets))
     fits = fits and len(inputs) <= _MAX_DIMS
     fits = fits and (not targets or (scale is not None and {"targets"} <= scale.keys() <= {"targets", "inputs"}))
     fits = fits and ("columns" not in entries or [len(entries["columns"])] == inputs)

@@ -75,7 +75,7 @@ def train_again(run: Run, signature: Mapping[str, Any], last_step: int, noise: i
 
     Args:
         run: the run, which does not resume anything.
-        signature: what the checkpoint of the recorded run says of its samples; empty if it is not known.
+        signature: what a checkpoint of the recorded run says of its samples and its stages; empty if it is not known.
         last_step: the last step; the schedule is that of the whole run.
         noise: the number of the random noise by which the initial weights are perturbed, from 1; 0 for none.
 
@@ -89,13 +89,21 @@ def train_again(run: Run, signature: Mapping[str, Any], last_step: int, noise: i
         why = "its processes do not wait for each other: no two runs are the same"
         check(session.plan.steps_per_round == 1, "parallel", ABSENT, why, "name a run of another mode")
         run.workload.check_same_samples(signature)
-        rank_main = partial(_train, run.config, Path(scratch), last_step, noise)
+        rank_main = partial(_train, run.config, signature, Path(scratch), last_step, noise)
         launcher.launch(partial(rank_main, collectives), rank_main, session, Path(scratch))
         return EventReader(Path(scratch)).read()
 
 
-def _train(config: dict[str, Any], directory: Path, last_step: int, noise: int, collectives: Collectives) -> None:
+def _train(
+    config: dict[str, Any],
+    signature: Mapping[str, Any],
+    directory: Path,
+    last_step: int,
+    noise: int,
+    collectives: Collectives,
+) -> None:
     run = build_run(config)
+    run.parallel.continue_with(signature)
     session = run.prepare(collectives)
     is_first = session.rank == 0
     with (

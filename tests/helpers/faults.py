@@ -47,7 +47,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "streams": (*DIGITS, "parallel=pipeline", "parallel.engine=streams"),
     "ddp": (*DIGITS, "parallel=ddp"),
     "fsdp": (*DIGITS, "parallel=fsdp"),
-    # Fixed cuts: stages chosen by measured times differ between sessions, and sum the gradient norm in another order.
+    # Fixed cuts: stages chosen by measured times differ between runs, and sum the gradient norm in another order.
     "pipeline": (*DIGITS, "parallel=pipeline", "parallel.cuts=[conv2]", "parallel.num_micro_batches=2"),
     "ensemble": (*DIGITS, "parallel=ensemble"),
     "hogwild": (*DIGITS, "parallel=hogwild"),

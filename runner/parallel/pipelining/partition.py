@@ -6,7 +6,7 @@ import copy
 import logging
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass
 from functools import partial
@@ -49,6 +49,7 @@ class Partition:
         if self.cuts != "auto" and not (names and all(isinstance(name, str) for name in names)):
             why = "it is neither auto nor a list of blocks"
             raise ConfigError("cuts", self.cuts, why, "as in parallel.cuts=[layer3]")
+        self._found: list[str] = []  # of this run, in earlier sessions as well; copies of this object share them
         if names and self.stages not in (None, len(names) + 1):
             why = f"{len(names)} cuts make {len(names) + 1} stages"
             raise ConfigError("stages", self.stages, why, "leave parallel.stages=null")
@@ -70,15 +71,32 @@ class Partition:
         if self.cuts != "auto":
             positions_of(self.cuts, names)
 
-    def cut(self, model: torch.nn.Module, profiles: Sequence[BlockProfile], count: int) -> list[list[torch.nn.Module]]:
-        """Return the blocks of each of `count` stages of `model`, given the `profiles` of its blocks."""
-        if self.cuts == "auto":
-            inner = balanced([profile.seconds for profile in profiles], count)
-        else:
-            inner = positions_of(self.cuts, [profile.name for profile in profiles])
-        bounds, blocks = [0, *inner, len(profiles)], [block for _, block in blocks_of(model)]
-        stages = [blocks[start:stop] for start, stop in pairwise(bounds)]
-        ends = [(profiles[start].name, profiles[stop - 1].name) for start, stop in pairwise(bounds)]
+    def signature(self) -> dict[str, Any]:
+        return {"cuts": list(self._found)} if self._found else {}
+
+    def continue_with(self, saved: Mapping[str, Any]) -> None:
+        self._found[:] = saved.get("cuts", [])
+
+    def profiled(
+        self, model: torch.nn.Module, inputs: torch.Tensor, session: Session, count: int
+    ) -> tuple[list[BlockProfile], list[int]]:
+        """Return profiles of the blocks of `model`, and the positions of those with which `count` stages begin.
+
+        With `cuts=auto`, blocks are timed only if the run has no cuts yet, as other stages sum in another order.
+        """
+        names, cuts = [name for name, _ in blocks_of(model)], self._found if self.cuts == "auto" else self.cuts
+        timed = self.cuts == "auto" and (len(cuts) + 1 != count or not {*cuts} <= {*names})
+        profiles = profile_blocks(model, inputs, session, timed)
+        inner = balanced([profile.seconds for profile in profiles], count) if timed else positions_of(cuts, names)
+        return profiles, [0, *inner]
+
+    def cut(self, model: torch.nn.Module, starts: Sequence[int]) -> list[list[torch.nn.Module]]:
+        """Return the blocks of each stage of `model`, given the positions of those with which stages begin."""
+        names, blocks = zip(*blocks_of(model), strict=True)
+        bounds = [*starts, len(blocks)]
+        stages = [list(blocks[start:stop]) for start, stop in pairwise(bounds)]
+        ends = [(names[start], names[stop - 1]) for start, stop in pairwise(bounds)]
+        self._found[:] = [names[start] for start in starts[1:]]
         log.info("stages: %s", " | ".join(first if first == last else f"{first} … {last}" for first, last in ends))
         self.stage_of_each_tensor(model, stages)  # refuses a tensor that would have to be in two stages
         return stages
