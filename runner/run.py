@@ -272,6 +272,8 @@ def check_same_config(config: dict[str, Any], collectives: Collectives) -> None:
 
 def _node(config: Mapping[str, Any], group: str) -> Mapping[str, Any]:
     node: Any = config.get(group)
+    if str(node).endswith(".py"):
+        raise user_code.chosen_by_file(group, node)
     check(isinstance(node, Mapping), group, node, "nothing is chosen", f"choose one of the options in conf/{group}/")
     return node
 

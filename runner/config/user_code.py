@@ -177,6 +177,12 @@ def expanded(overrides: Iterable[str], is_new: bool) -> Iterator[str]:
             yield word
 
 
+def chosen_by_file(group: str, name: str) -> ConfigError:
+    """Return the error of an option file in which `group` is the Python file `name`."""
+    why = "an option file cannot choose a Python file, which is run only if it is typed"
+    return ConfigError(group, name, why, f"leave it out there, and type it beside the option: {group}={name}")
+
+
 def check_given(named: Mapping[str, Any], source: str, key: str = "resume") -> None:
     """Check that all code that a config has `named` is given; `source` is the run that is resumed, as typed for `key`.
 

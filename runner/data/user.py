@@ -54,7 +54,8 @@ class UserData(Data):
 
     def load(self) -> tuple[Samples, Samples]:
         given: Any = user_code.find("data")
-        check(given is not None, "", ABSENT, "no data is given", "data=FILE.py:NAME, or define data in the file")
+        remedy = "workload=FILE.py, which defines data, or data=FILE.py:NAME"
+        check(given is not None, "", ABSENT, "no data is given", remedy)
         with user_code.errors_of("data"), seeded(derive(0, "user data")):  # the same on all ranks, and for all seeds
             is_made = callable(given) and (isinstance(given, type) or not hasattr(given, "__getitem__"))
             made: Any = given() if is_made else given

@@ -186,6 +186,10 @@ def test_an_option_file_cannot_choose_code(here):
         (here / "conf" / group / "mine.yaml").write_text(content)
         sweep = ["-m"] if "sweeper" in content else []
         refused(here, *sweep, "--config-dir=conf", f"{group}=mine", *SMALL)
+    for content in ("defaults:\n  - override /workload: mine.py\n", "workload: mine.py\n"):
+        (here / "conf" / "experiment" / "mine.yaml").write_text(f"# @package _global_\n{content}")
+        with pytest.raises(runner.ConfigError, match=r"only if it is typed\n.*: workload=mine.py$"):
+            runner.train(["experiment=mine", *SMALL], config_dir="conf")
     refused(here, "model=_user", *SMALL)
     refused(here, "workload=_user", *SMALL)
     assert not (here / "executed").exists()
