@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import threading
@@ -94,7 +93,7 @@ def settings_kept() -> Iterator[None]:
         logger = logging.getLogger("runner")
         later(logger.setLevel, logger.level)
         later(setattr, logger, "propagate", logger.propagate)
-        later(_restore_interpreter, warnings.showwarning, gc.get_freeze_count())
+        later(_restore_interpreter, warnings.showwarning)
         restored.enter_context(server_stopped())
 
         later(set_random_states, random_states(()), ())
@@ -128,9 +127,7 @@ def _restore_environment(before: dict[str, str]) -> None:
     os.environ.update(before)
 
 
-def _restore_interpreter(show_warning: Any, num_frozen: int) -> None:
+def _restore_interpreter(show_warning: Any) -> None:
     if warnings.showwarning is not show_warning and show_warning.__module__ == "logging":  # the run ended the capture
         logging.captureWarnings(True)
     undo_defer("torch._dynamo")
-    if num_frozen == 0:
-        gc.unfreeze()

