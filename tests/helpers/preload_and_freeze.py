@@ -12,6 +12,7 @@ import runner.api.run_job
 import runner.tracking.event_file
 import runner.tracking.image_grids  # noqa: F401
 from helpers.compose import TINY_CPU, build_composed_run
+from runner.config.composition import Composer
 from runner.data.built_in import read_table
 
 # Fill the caches of the data and of the option checks. No operation of torch may run here: the children of a process
@@ -19,6 +20,7 @@ from runner.data.built_in import read_table
 read_table()
 for mode in ("single", "ddp"):
     build_composed_run(*TINY_CPU, f"parallel={mode}")
+Composer().run(TINY_CPU)
 PIL.Image.preinit()
 gc.collect()
 gc.freeze()
