@@ -13,6 +13,7 @@ import runner.tracking.event_file
 import runner.tracking.image_grids  # noqa: F401
 from helpers.compose import TINY_CPU, build_composed_run
 from runner.config.composition import Composer
+from runner.config.options import option_contents, option_files
 from runner.data.built_in import read_table
 
 # Fill the caches of the data and of the option checks. No operation of torch may run here: the children of a process
@@ -21,6 +22,8 @@ read_table()
 for mode in ("single", "ddp"):
     build_composed_run(*TINY_CPU, f"parallel={mode}")
 Composer().run(TINY_CPU)
+for group in option_files():
+    option_contents(group)
 PIL.Image.preinit()
 gc.collect()
 gc.freeze()
