@@ -308,7 +308,10 @@ def try_evaluation(state: State) -> None:
     few_samples = session.workload.few_samples(each * num_shards, session.device)
     if few_samples is None:
         return
-    attributes = [(module, {**vars(module)}, {**module._buffers}) for module in model.modules()]
+    modules = (
+        each for each in model.modules() if not isinstance(each, torch.jit.ScriptModule)
+    )  # whose names are fixed
+    attributes = [(module, {**vars(module)}, {**module._buffers}) for module in modules]
     eager = torch.compiler.set_stance("force_eager") if session.compile else nullcontext()
     with few_samples, eager, state.evaluating():
         state.run.parallel.evaluate(model)

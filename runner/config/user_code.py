@@ -297,16 +297,26 @@ def hooks() -> Hooks:
 
 
 def _watched(name: str, hook: Callable[..., object]) -> Callable[..., object]:
-    """Return `hook`, with a warning once it sets a learning rate, which the next step would undo in silence."""
+    """Return `hook`, with a warning once it sets a learning rate, which the next step would undo in silence.
+
+    A `ConfigError` is raised if it changes which parameters are trained, which neither optimizers nor modes follow.
+    """
     warn = functools.cache(log.warning)  # once
 
     def rates(state: Any) -> list[Any]:  # of tensors, what tells a change without waiting for the device
         found = [group["lr"] for group in state.optimizer.param_groups]
         return [(id(rate), rate._version) if hasattr(rate, "_version") else rate for rate in found]
 
+    def trained(state: Any) -> dict[str, bool]:
+        return {key: parameter.requires_grad for key, parameter in state.model.named_parameters()}
+
     def watched(state: Any, *more: Any) -> None:
-        before = rates(state)
+        before, trained_before = rates(state), trained(state)
         hook(state, *more)
+        if changed := sorted(key for key, value in trained(state).items() if value != trained_before.get(key)):
+            why = f"it changes requires_grad ({changed[0]}), but what is trained is decided before the first step"
+            remedy = "model.freeze=[…] in a first run, and model.weights=FILE, a checkpoint of it, in a second one"
+            raise ConfigError(name, ABSENT, why, remedy)
         if rates(state) != before:
             warn("%s has set the learning rate: no effect, use optimizer.lr=… and schedule=…, which set it", name)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
@@ -14,6 +15,23 @@ from runner.config.errors import ConfigError, check
 from runner.config.name_patterns import matching, names_to_match
 from runner.config.options import chosen_option
 from runner.model.weights import check_available, load_weights
+
+
+def copied_module(module: torch.nn.Module) -> torch.nn.Module:
+    """Return a copy of `module`, with the hooks of its parameters.
+
+    A tensor that it computes of its parameters and keeps, as pruning and weight normalization do, is copied as a value;
+    parameters of TorchScript, of which `deepcopy` makes results of an operation, as parameters.
+    """
+    kept = (value for each in module.modules() for value in vars(each).values() if isinstance(value, torch.Tensor))
+    copies: dict[int, Any] = {id(tensor): tensor.detach().clone() for tensor in kept if not tensor.is_leaf}
+    copied = copy.deepcopy(module, copies)
+    for one, other in zip(module.parameters(), copied.parameters(), strict=True):
+        if not other.is_leaf:
+            other.detach_().requires_grad_(one.requires_grad)
+        for hook in (one._backward_hooks or {}).values():  # `deepcopy` leaves them out
+            other.register_hook(hook)
+    return copied
 
 
 @dataclass

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import logging
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ import torch
 
 from runner.config import user_code
 from runner.config.errors import ABSENT, check
-from runner.model.base import Model
+from runner.model.base import Model, copied_module
 from runner.seeds import seeded
 from runner.system.fake_tensors import build_with_values
 
@@ -34,7 +33,7 @@ class UserModel(Model):
         given, sizes = user_code.find("model"), {"shape": shape, "num_classes": num_classes}
         check(given is not None, "", ABSENT, "no network is given", "model=FILE.py:NAME, or define model in the file")
         if isinstance(given, torch.nn.Module):
-            return _plain(_copied(given).cpu())
+            return _plain(copied_module(given).cpu())
         check(callable(given), "", given, "it is neither a module nor a class or function that makes one", "pass one")
         with user_code.errors_of("model"), seeded(torch.initial_seed()):
             free = required(given)
@@ -49,14 +48,6 @@ class UserModel(Model):
         """Return the arguments of the network that depend on the data: `shape`, `num_classes`, both or none."""
         given = user_code.find("model")
         return required(given) if callable(given) and not isinstance(given, torch.nn.Module) else []
-
-
-def _copied(given: torch.nn.Module) -> torch.nn.Module:
-    copied = copy.deepcopy(given)
-    for one, other in zip(given.parameters(), copied.parameters(), strict=True):
-        for hook in (one._backward_hooks or {}).values():  # `deepcopy` leaves them out
-            other.register_hook(hook)
-    return copied
 
 
 def _plain(model: torch.nn.Module) -> torch.nn.Module:

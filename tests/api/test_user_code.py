@@ -238,11 +238,29 @@ def test_a_hook_that_sets_the_learning_rate_changes_nothing_and_is_told_once(cap
     for name in ("after_step", "after_evaluation"):
         assert largest_difference(weights(train(SHORT, **{name: halve})), wanted) == 0
         assert told() == [name]
-    of_tensor: Any = SimpleNamespace(optimizer=torch.optim.SGD([torch.zeros(1)], lr=torch.tensor(0.1)))
+    of_tensor: Any = SimpleNamespace(
+        model=torch.nn.Module(), optimizer=torch.optim.SGD([torch.zeros(1)], lr=torch.tensor(0.1))
+    )
     for hook, count in ((lambda state: None, 0), (halve, 1)):
         with user_code.using(user_code.passed(after_step=hook)):
             user_code.hooks().after_step(of_tensor)
         assert len(caplog.messages) == count
+
+
+@pytest.mark.parametrize("mode", ["single", "ddp"])
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_a_hook_that_freezes_or_unfreezes_parameters_ends_the_run(is_trained, mode):
+    def network() -> torch.nn.Module:
+        made = chain()
+        made[0].requires_grad_(not is_trained)
+        return made
+
+    def change(state: Any) -> None:
+        if state.step == 2:
+            state.model.get_submodule("0").requires_grad_(is_trained)
+
+    with pytest.raises(runner.ConfigError, match=r"after_step: it changes requires_grad \(0.bias\)"):
+        train([*SHORT, f"parallel={mode}"], model=network, after_step=change)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

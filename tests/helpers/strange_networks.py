@@ -14,6 +14,7 @@ from unittest import mock
 import torch
 from torch import distributed, nn
 from torch.nn.functional import cross_entropy, linear
+from torch.nn.utils import prune
 from torch.utils.data import Dataset
 
 from helpers.compose import compose_config
@@ -222,6 +223,56 @@ def old_weight_norm() -> nn.Module:
     return made
 
 
+def pruned() -> nn.Module:
+    made = chain(nn.Tanh())
+    prune.ln_structured(made[0], "weight", amount=0.5, n=2, dim=0)
+    prune.l1_unstructured(made[2], "weight", amount=0.5)
+    return made
+
+
+def scripted() -> nn.Module:
+    with warnings.catch_warnings(action="ignore"):  # it is deprecated
+        return chain(torch.jit.script(nn.Sequential(nn.Linear(8, 8), nn.Tanh())))
+
+
+class Rare(nn.Module):
+    """Some batches have no sample that one of its layers computes: its momentum and decay pause."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.rare, self.last = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y, rows = torch.tanh(self.first(x)), (x[:, 0] > 1.5).nonzero(as_tuple=True)[0]
+        return self.last(y.index_add(0, rows, self.rare(y[rows])) if len(rows) else y)
+
+
+class FrozenNorm(nn.Sequential):
+    """Batch normalization stays in evaluation mode in the training, by its own method `train`."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 2))
+        self[1].running_mean.fill_(0.3)
+
+    def train(self, mode: bool = True) -> FrozenNorm:
+        super().train(mode)
+        self[1].eval()
+        return self
+
+
+class Gradient(nn.Module):
+    """What it returns is a gradient with respect to its inputs, in evaluations, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            return torch.autograd.grad(self.layers(x).sum(), x, create_graph=True)[0][:, :2]
+
+
 def summed(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return cross_entropy(outputs, targets, reduction="sum")
 
@@ -286,6 +337,13 @@ CASES: dict[str, dict[str, Any]] = {
     "complex": case(Complex),
     "own_linear": case(lambda: chain(OwnLinear(8, 8))),
     "old_weight_norm": case(old_weight_norm),
+    "old_weight_norm_object": case(old_weight_norm()),
+    "pruned": case(pruned),
+    "pruned_object": case(pruned()),
+    "scripted_object": case(scripted()),
+    "rare": case(Rare),
+    "frozen_norm": case(FrozenNorm),
+    "gradient": case(Gradient),
     "summed": case(tanh, loss=summed),
     "of_first_class": case(tanh, loss=of_first_class),
     "off": case(tanh, loss=off),

@@ -13,6 +13,7 @@ from helpers.ranks import Ranks
 from helpers.strange_networks import CASES, PLAIN, config_of, trained
 from torch.nn.functional import cross_entropy
 
+from runner.model.base import copied_module
 from runner.seeds import derive
 
 MODE = "parallel._target_=helpers.incorrect_modes."
@@ -39,7 +40,6 @@ PLANTED_MISTAKES: dict[str, tuple[str, list[str], str]] = {
     "weights written in fsdp": ("writes_weights", ["parallel=fsdp"], "writes weights (table.weight)"),
     "the rank in the network": ("knows_its_rank", ["parallel=ddp"], "loss"),
     "the order in memory": ("memory_order", ["channels_last=true"], "loss"),
-    "weights that cannot be copied": ("old_weight_norm", ["parallel=pipeline"], "weight_norm"),
     "a parameter without dimensions": ("temperature", ["parallel=fsdp"], "scalar parameters"),
     "hook of a weight": ("masked", ["compile=step"], "hooks of parameters (0.weight)"),
     # in losses and data
@@ -89,7 +89,14 @@ RIGHT: dict[str, list[str]] = {
     "masked": ["parallel=ddp", "parallel=fsdp", "parallel=fsdp accumulation=2", "parallel=pipeline"],
     "masked_object": ["parallel=single"],
     "assigns_buffer": ["parallel=ddp", "parallel=fsdp"],
-    "old_weight_norm": ["parallel=ddp"],
+    "old_weight_norm": ["parallel=ddp", "parallel=pipeline"],
+    "old_weight_norm_object": ["parallel=single"],
+    "pruned": ["parallel=fsdp"],
+    "pruned_object": ["parallel=single", "parallel=pipeline"],
+    "scripted_object": ["parallel=single"],
+    "rare": [f"parallel={mode} optimizer.weight_decay=0.1 optimizer.momentum=0.9" for mode in ("ddp", "fsdp")],
+    "frozen_norm": ["parallel=ddp", "parallel=pipeline"],
+    "gradient": ["parallel=ddp", "parallel=fsdp"],
     "own_linear": ["parallel=fsdp", "parallel=pipeline"],
     "temperature": ["parallel=ddp"],
 }
@@ -101,13 +108,14 @@ def test_batch_normalization_of_parts_of_a_batch_is_no_mistake(mode, ranks, tmp_
     assert train(ranks, "batch_norm", f"parallel={mode}".split(), tmp_path).steps == 4
 
 
-def plain_weights(name: str, weight_decay: float) -> dict[str, torch.Tensor]:
+def plain_weights(name: str, weight_decay: float, momentum: float) -> dict[str, torch.Tensor]:
     """Train for four steps in plain PyTorch, in float64."""
     inputs, targets = CASES[name]["data"][0]
     make = CASES[name]["model"]
     torch.manual_seed(derive(0, "weights"))
-    model = (make() if not isinstance(make, torch.nn.Module) else make).double()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=weight_decay)
+    model = (make() if not isinstance(make, torch.nn.Module) else copied_module(make)).double()
+    model.train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum, weight_decay=weight_decay)
     stream = torch.randperm(48, generator=torch.Generator().manual_seed(derive(0, "order", 0)))
     for rows in stream.split(12):
         optimizer.zero_grad()
@@ -121,5 +129,5 @@ def plain_weights(name: str, weight_decay: float) -> dict[str, torch.Tensor]:
 def test_a_strange_network_trains_to_the_weights_of_a_plain_loop(name, mode, ranks, tmp_path):
     result = train(ranks, name, [*PLAIN, *mode.split()], tmp_path)
     assert not isinstance(result, str), result
-    decay = 0.1 if "weight_decay" in mode else 0.0
-    assert largest_difference(weights_at(tmp_path, 4), plain_weights(name, decay)) < 1e-12
+    decay, momentum = 0.1 if "weight_decay" in mode else 0.0, 0.9 if "momentum" in mode else 0.0
+    assert largest_difference(weights_at(tmp_path, 4), plain_weights(name, decay, momentum)) < 1e-12

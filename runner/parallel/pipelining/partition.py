@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import statistics
 import time
@@ -18,7 +17,7 @@ import torch
 from runner.config.errors import ConfigError, check, check_range, did_you_mean
 from runner.config.options import chosen_option
 from runner.device import synchronize
-from runner.model.base import without_memory
+from runner.model.base import copied_module, without_memory
 from runner.models.blocks import blocks_of as listed_blocks
 from runner.parallel.base import move
 from runner.parallel.session import Session
@@ -199,7 +198,7 @@ def profile_blocks(model: torch.nn.Module, inputs: torch.Tensor, session: Sessio
     inputs = inputs.to(dtype) if inputs.is_floating_point() else inputs  # float64 under precision=64
     profiles, x = [], inputs if timed else inputs[:1]
     for name, block in blocks_of(model):
-        copied = copy.deepcopy(block)
+        copied = copied_module(block)
         move(copied.train(timed), x.device, session.channels_last)
         copied.register_forward_hook(partial(_check_output, name))
         # The inputs of the first block are data, which need no gradient.
