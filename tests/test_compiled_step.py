@@ -23,6 +23,10 @@ from runner.precision import Float16
 from runner.workloads.classifier import Classifier
 
 STEP = "compile=step"
+needs_vectors = pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() == "DEFAULT",
+    reason="torch's compiler writes float64 code with vector instructions, which this CPU lacks, and cannot compile it",
+)
 SMALL = (*TINY_CPU, "model.channels=[2]", "model.hidden=8", *loops.PLAIN_LOOP_OVERRIDES)
 
 
@@ -30,6 +34,7 @@ def trained(directory: Path, *overrides: str, **options: Any) -> TrainedRun:
     return train_in(directory, build_composed_run(*overrides), **options)
 
 
+@needs_vectors
 @pytest.mark.cases(
     "adam",
     *(pytest.param(n, marks=pytest.mark.slow) for n in ("sgd", "nesterov", "adamw", "groups", "nadam", "rmsprop")),
@@ -56,6 +61,7 @@ HARD = (
 )
 
 
+@needs_vectors
 def test_everything_else_is_what_the_loop_computes_and_nothing_is_compiled_twice(tmp_path):
     """Accumulation, dropout, the average, curves and the state of the optimizer; resumed bit for bit, and elsewhere."""
     counters.clear()
@@ -80,6 +86,7 @@ def test_everything_else_is_what_the_loop_computes_and_nothing_is_compiled_twice
     assert loops.largest_difference(run_outcome(elsewhere)["weights"], wanted["weights"]) <= 1e-12
 
 
+@needs_vectors
 def test_buffers_and_unused_parameters_are_those_of_the_loop(tmp_path):
     class Unused(torch.nn.Module):
         def __init__(self) -> None:
@@ -101,6 +108,7 @@ def test_buffers_and_unused_parameters_are_those_of_the_loop(tmp_path):
     assert int(got["norm.num_batches_tracked"]) == loops.STEPS
 
 
+@needs_vectors
 @pytest.mark.parametrize(
     "sees", [("model.hidden=[8]",), pytest.param(agents.IMAGES, marks=pytest.mark.slow)], ids=["vectors", "pixels"]
 )

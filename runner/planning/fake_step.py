@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import logging
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,6 +33,7 @@ from runner.planning.step_tracker import OWN_FLOPS, Costs, StepTracker
 from runner.run import Run
 from runner.state import State
 from runner.system.fake_tensors import fake_process_group, fake_tensors
+from runner.tracking.log_file import quiet
 from runner.training import prepare, torch_refusals, train_step
 from runner.workloads.base import Workload
 
@@ -124,7 +124,7 @@ def trace_ranks(run: Run, session: Session) -> list[RankPlan]:
 def block_flops(run: Run, session: Session) -> dict[str, int]:
     """Return the floating-point operations of a forward and a backward pass of each block for a chunk of samples."""
     found: dict[str, int] = {}
-    with _quiet(), fake_tensors() as fake_mode, torch.random.fork_rng(devices=[]):
+    with quiet(), fake_tensors() as fake_mode, torch.random.fork_rng(devices=[]):
         workload = _planned(run.workload, StepTracker(fake_mode))
         session = dataclasses.replace(session, collectives=Collectives([torch.device("cpu")]), workload=workload)
         run.precision.prepare(session.device)
@@ -173,7 +173,7 @@ def trace_rank(run: Run, session: Session, rank: int, further: int = 0) -> RankP
     world_size, devices = session.world_size, [torch.device("cpu")] * len(session.devices)
     process = FakeCollectives(devices, rank, world_size) if world_size > 1 else Collectives(devices)
     group = fake_process_group(rank, world_size) if world_size > 1 else nullcontext()
-    with tempfile.TemporaryDirectory(prefix="runner-plan-") as scratch, _quiet(), group, fake_tensors() as fake_mode:
+    with tempfile.TemporaryDirectory(prefix="runner-plan-") as scratch, quiet(), group, fake_tensors() as fake_mode:
         tracker = StepTracker(fake_mode, further)
         run = dataclasses.replace(run, workload=_planned(run.workload, tracker))
         part = dataclasses.replace(run.session(process), compile=False, num_steps=session.num_steps)
@@ -258,17 +258,6 @@ def _classify(tracker: StepTracker, state: State) -> None:
     tracker.set_kind("gradients", [parameter.grad for parameter in state.model.parameters()])
     values = [value for of_parameter in state.optimizer.state.values() for value in of_parameter.values()]
     tracker.set_kind("optimizer state", [*values, *state.average.tensors()])
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Suppress warnings and info messages within this context, because the run is only planned."""
-    before = logging.root.manager.disable
-    logging.disable(max(before, logging.WARNING))
-    try:
-        yield
-    finally:
-        logging.disable(before)
 
 
 class FakeCollectives(Collectives):

@@ -95,7 +95,7 @@ def compiler_refusal(error: BaseException, whole_step: bool) -> tuple[str, str] 
         return None
     if "InvalidCxxCompiler" in text:
         return "torch finds no C++ compiler", "install one, such as g++, or set compile=false"
-    why = text.strip().splitlines()[0]
+    why = " ".join(text.strip().splitlines()[: 2 if "raised:\n" in text else 1])
     if places := re.findall(r'File "([^"]+)", line (\d+)', text):
         if "/torch/optim/" in places[-1][0] or places[-1][0].endswith("/runner/optimizer.py"):
             return f"torch cannot compile this optimizer: {why}", f"choose another optimizer, or {instead}"

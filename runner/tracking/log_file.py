@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from logging.handlers import MemoryHandler
 from pathlib import Path
 
@@ -101,3 +102,14 @@ class LogFile:
 def _print(text: str) -> None:
     with suppress(OSError, ValueError):  # ValueError: the stream was closed
         print(text, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Suppress messages up to warnings in the context: of what is only planned, or is done again."""
+    before = logging.root.manager.disable
+    logging.disable(max(before, logging.WARNING))
+    try:
+        yield
+    finally:
+        logging.disable(before)

@@ -34,6 +34,7 @@ from runner.run import Run
 from runner.schedule import Schedule
 from runner.seeds import derive, random_states, set_random_states
 from runner.system import torch_errors
+from runner.tracking.log_file import quiet
 from runner.tracking.metrics import DivergedError
 from runner.training import torch_refusals
 from runner.verification.steps import Steps, record
@@ -80,7 +81,7 @@ def prove(run: Run, session: Session) -> None:
     start, states = time.monotonic(), random_states(session.devices)
     given = user_code.given()
     without_hooks = replace(given, objects={**given.objects, **dict.fromkeys(user_code.Hooks._fields)})
-    with user_code.using(without_hooks), tempfile.TemporaryDirectory(prefix="runner-proof-") as scratch:
+    with quiet(), user_code.using(without_hooks), tempfile.TemporaryDirectory(prefix="runner-proof-") as scratch:
         text = _Proof(run, session, ways, Path(scratch)).text()
     set_random_states(states, session.devices)
     if session.rank == 0:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -32,6 +33,7 @@ from runner.run import Run, build_run
 from runner.seeds import random_states
 from runner.state import State
 from runner.system.trees import leaves_of
+from runner.tracking.log_file import quiet
 from runner.tracking.metrics import DivergedError, MetricSums
 from runner.training import prepare, step_function, torch_refusals
 from runner.workloads.supervised import SupervisedWorkload
@@ -109,7 +111,7 @@ def record_runs(configs: Sequence[dict[str, Any]], directory: Path, collectives:
     for number, config in enumerate(configs):
         run = build_run(config)
         session = run.prepare(collectives)
-        with run.settings(session.device):
+        with run.settings(session.device), quiet() if number else nullcontext():
             try:
                 with torch_refusals(run):
                     steps = record(run, session, directory)

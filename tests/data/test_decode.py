@@ -220,8 +220,8 @@ def test_crops_and_flips_are_those_of_torchvision_resized_as_by_pillow(tmp_path)
     theirs = v2.Compose([v2.RandomResizedCrop(20, (0.08, 1.0)), v2.RandomHorizontalFlip()])
     for seed in range(12):
         torch.manual_seed(seed)
-        wanted = theirs(pixels(image))
-        assert torch.equal(augmented(reader, tmp_path / "x.png", seed), wanted)
+        wanted = pixels(theirs(image))
+        assert largest_difference(augmented(reader, tmp_path / "x.png", seed), wanted) <= 1
 
 
 @pytest.mark.parametrize("orientation", [1, 6])
