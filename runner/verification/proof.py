@@ -166,8 +166,10 @@ class _Proof:
                 return self._switch, "a single device has no memory for it"
             raise
         why = "something other than the optimizer, such as the forward pass, writes weights"
-        if steps.written and (self._num_parts > 1 or self._run.compile):
-            raise self._refused(f"{why} ({steps.written[0]}): each part of a batch would leave others")
+        plan, is_compiled = self._session.plan, bool(self._run.compile)
+        is_in_passes = plan.accumulation * plan.chunks > 1 or is_compiled
+        if names := steps.written * (self._num_parts > 1 or is_compiled) + steps.replaced * is_in_passes:
+            raise self._refused(f"{why} ({names[0]}): each part of a batch would leave others")
         return self._switch, ""
 
     def _find_batch_norm(self) -> None:
@@ -218,6 +220,12 @@ class _Proof:
                     "; a single device computes the same from the parts of the batch: the network or the loss depends "
                 )
                 return _words(kind, found, FLOAT32_ROUNDING) + f"{why}on how it is divided" * is_of_parts
+        if lost := sorted({*tested.replaced} ^ {*reference.replaced}):
+            return f"weights that the forward pass replaces ({lost[0]}) are not kept, or only by some processes"
+        pair = (each.tensors["weights"].items() for each in (tested, reference))
+        ours, theirs = ({name: each for name, each in weights if name in reference.replaced} for weights in pair)
+        if not (found := largest_difference(ours, theirs)).size <= FLOAT32_ROUNDING:
+            return _words("weights", found, FLOAT32_ROUNDING)
         return self._other_buffers(tested, reference)
 
     def _beyond_rounding(self, rough: Precision, fine: Precision, least: float) -> str:

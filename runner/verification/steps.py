@@ -57,7 +57,8 @@ class Steps:
         expected: why the results are expected to differ from those of a single device; empty if they are not.
         diverged: which value was not finite; empty if all were.
         draws: whether the steps drew random numbers, as dropout does.
-        written: names of weights that something other than the optimizer has written, such as the forward pass.
+        written: names of trained weights that something other than the optimizer has changed in place.
+        replaced: names of other weights that it has changed, as by `weight.data = …` or of an averaged copy.
     """
 
     samples: list[list[str]] = field(default_factory=list)
@@ -66,6 +67,7 @@ class Steps:
     diverged: str = ""
     draws: bool = False
     written: list[str] = field(default_factory=list)
+    replaced: list[str] = field(default_factory=list)
 
 
 def first_steps(runs: Sequence[Run]) -> list[Steps]:
@@ -134,7 +136,7 @@ def record(
     state = prepare(run, session, directory)
     samples: list[list[str]] = []
     gradients: Tensors = {}
-    written: list[str] = []
+    written, replaced = set[str](), set[str]()
     before: list[Any] = []
 
     def watched(batches: Iterator[Any]) -> Iterator[Any]:
@@ -151,7 +153,13 @@ def record(
 
     def before_update(*_: Any) -> None:
         keep_first_gradients()
-        written.extend(name for name, p in state.model.named_parameters() if p._version != versions.get(name))
+        for name, parameter in state.model.named_parameters():
+            version, address, bits = weights[name]
+            is_in_place = parameter._version != version
+            if is_in_place and parameter.requires_grad:
+                written.add(name)
+            elif is_in_place or address != _local(parameter).data_ptr() or not bits.equal(_bits(parameter)):
+                replaced.add(name)
 
     state.optimizer.register_step_pre_hook(before_update)
     batches = watched(run.workload.batches(state.model, plan, 0, session.device))
@@ -161,7 +169,8 @@ def record(
         change(module)
     for step in plan.steps(0, session.num_steps):
         samples.append([])
-        versions = {name: parameter._version for name, parameter in state.model.named_parameters()}
+        named = state.model.named_parameters()
+        weights = {name: (p._version, _local(p).data_ptr(), _bits(p).clone()) for name, p in named}
         take_step(state, batches, step, True)
         keep_first_gradients()  # of a compiled step, which has no hooks, but keeps gradients; others have none left
         state.hooks.after_step(state)
@@ -195,7 +204,17 @@ def record(
             of_shards.append(found)
     of_steps = zip(*(steps for _, steps in of_shards), strict=True)
     in_order = [sorted(chain.from_iterable(parts)) for parts in of_steps]
-    return Steps(in_order, tensors, expected, "", draws, sorted({*written}))
+    return Steps(in_order, tensors, expected, "", draws, sorted(written), sorted(replaced))
+
+
+def _local(parameter: torch.Tensor) -> torch.Tensor:
+    """Return `parameter`, or of a `DTensor` the part of this rank, without its gradient."""
+    local = parameter.to_local() if hasattr(parameter, "to_local") else parameter  # pyright: ignore[reportAttributeAccessIssue]
+    return local.detach()
+
+
+def _bits(parameter: torch.Tensor) -> torch.Tensor:
+    return _local(parameter).contiguous().flatten().view(torch.uint8)
 
 
 def _are_equal(one: Any, other: Any) -> bool:

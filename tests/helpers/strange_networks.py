@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 import sys
@@ -115,6 +116,31 @@ class WritesWeights(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(self.table(x).mean(1))
+
+
+class Teacher(nn.Module):
+    """It keeps an average of its weights, as frozen parameters that each forward pass in training replaces."""
+
+    def __init__(self, in_place: bool = False) -> None:
+        super().__init__()
+        self.layers, self.in_place = chain(nn.Tanh()), in_place
+        self.teacher = copy.deepcopy(self.layers).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for mine, average in zip(self.layers.parameters(), self.teacher.parameters(), strict=True):
+            if self.training and self.in_place:
+                average.lerp_(mine.detach(), 0.1)
+            elif self.training:
+                average.data = average * 0.9 + mine.detach() * 0.1
+        return self.layers(x) + 0.5 * self.teacher(x)
+
+
+class LimitedNorm(nn.Linear):
+    """The rows of its weight have a norm of at most one: longer ones are replaced in the forward pass."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.weight.data = torch.renorm(self.weight.data, 2, 0, 1.0)
+        return linear(x, self.weight, self.bias)
 
 
 class Centers(nn.Module):
@@ -341,6 +367,9 @@ CASES: dict[str, dict[str, Any]] = {
     "pruned": case(pruned),
     "pruned_object": case(pruned()),
     "scripted_object": case(scripted()),
+    "teacher": case(Teacher),
+    "teacher_in_place": case(partial(Teacher, True)),
+    "limited_norm": case(lambda: chain(LimitedNorm(8, 8))),
     "rare": case(Rare),
     "frozen_norm": case(FrozenNorm),
     "gradient": case(Gradient),
