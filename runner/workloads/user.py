@@ -137,6 +137,8 @@ class UserWorkload(CrossEntropyWorkload[Samples]):
         name = user_code.given().names().get("loss", "that of the file")
         if self._loss in (_cross_entropy, _mean_squared_error):
             name = "cross-entropy, as the targets are integers" if self._of_classes else "mean squared error"
+        if hasattr(user_code.find("model"), "training_step"):  # of Lightning
+            name += "; what the network defines as training_step is not called"
         return {"data": f"{self.summary()} of {list(self.train.shape)}", "loss": name}
 
     def input_shape(self) -> tuple[int, ...] | None:
