@@ -262,6 +262,8 @@ class State:
         totals = collectives.all_reduce({"broken": torch.tensor(float(bool(broken)), device=device)})
         if totals["broken"]:  # all-reduced, because not every rank has every tensor
             raise DivergedError(self.step, broken[0] if broken else "the state")
+        if not self.has_saved:
+            self.modules.say_unsaved()
         self.has_saved = True
         shared = {
             "optimizer": optimizer_state,

@@ -10,6 +10,7 @@ from helpers.plain_loop import weights_at
 from helpers.runs import assert_bitwise_equal
 from helpers.stateful_objects import (
     DATA,
+    ChangesUnsaved,
     Fails,
     Forgets,
     Renames,
@@ -128,6 +129,15 @@ def test_a_network_whose_state_cannot_be_restored_is_refused_before_the_first_st
     assert refused.value.key == "model"
     assert all(word in str(refused.value) for word in named), refused.value
     assert not [*tmp_path.glob("checkpoints/*")]
+
+
+def test_numbers_and_buffers_that_change_and_that_no_checkpoint_has_are_said(tmp_path):
+    for step in (2, 3):
+        train_given(words("", f"steps={step}", "eval_every=0"), tmp_path, model=ChangesUnsaved)
+    log = (tmp_path / "log.txt").read_text()
+    assert log.count("ChangesUnsaved.0.calls, ChangesUnsaved.0.is_initialized, ChangesUnsaved.0.mean changes") == 2
+    train_given(words("", "steps=2", "eval_every=0"), tmp_path / "saved", model=odd)
+    assert "state_dict() does not have" not in (tmp_path / "saved" / "log.txt").read_text()
 
 
 def test_names_that_a_network_gives_its_state_are_those_of_its_checkpoint(tmp_path):

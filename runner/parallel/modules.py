@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -36,6 +37,7 @@ class Modules:
         of_ranks = session.collectives.all_gather(names) if plan.splits_network else [names]
         self.not_finite = {*chain(*of_ranks)}
         """The buffers of the model that are not finite from the beginning, such as masks."""
+        self._unsaved = self._of_no_state_dict()
 
     @property
     def each(self) -> list[torch.nn.Module]:
@@ -49,6 +51,29 @@ class Modules:
         """Put the modules into training mode."""
         for module in self.each:
             module.train()
+
+    def say_unsaved(self) -> None:
+        """Say which numbers and buffers have changed since the beginning that no checkpoint has."""
+        now = self._of_no_state_dict()
+        if names := sorted(name for name, value in self._unsaved.items() if now.get(name) != value):
+            text = "model: %s changes in training, and state_dict() does not have it: a run that is resumed or loaded "
+            text += "begins with its first value; make it a buffer that is saved, or return it in get_extra_state()"
+            log.warning(text, ", ".join(names))
+
+    def _of_no_state_dict(self) -> dict[str, Any]:
+        """Return the numbers of modules, and hashes of their buffers that are not saved, by name."""
+        found: dict[str, Any] = {}
+        for name, module in (named for each in self.each for named in each.named_modules(prefix=type(each).__name__)):
+            if type(module).get_extra_state is torch.nn.Module.get_extra_state:
+                numbers = {key: value for key, value in vars(module).items() if isinstance(value, int | float)}
+                found |= {
+                    f"{name}.{key}": value for key, value in numbers.items() if key[0] != "_" and key != "training"
+                }
+                for key in getattr(module, "_non_persistent_buffers_set", ()):
+                    buffer = module._buffers.get(key)
+                    if buffer is not None and buffer.layout == torch.strided and not hasattr(buffer, "fake_mode"):
+                        found[f"{name}.{key}"] = hashlib.sha256(bytes_of(buffer).cpu().numpy().tobytes()).digest()
+        return found
 
     @contextmanager
     def synchronized(self) -> Iterator[None]:

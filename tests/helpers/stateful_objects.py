@@ -152,6 +152,29 @@ class SparseBuffer(nn.Sequential):
         self.register_buffer("graph", torch.eye(4).to_sparse())
 
 
+class Unsaved(nn.Module):
+    """State that changes in training, some of it in attributes that `state_dict` does not have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.is_initialized, self.scale = 0, False, 2.0
+        self.register_buffer("mean", torch.zeros(5), persistent=False)
+        self.register_buffer("one", torch.ones(5), persistent=False)
+        self.register_buffer("saved", torch.zeros(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.calls, self.is_initialized = self.calls + 1, True
+            self.mean += x.detach().mean(0)
+            self.saved += self.one
+        return x * self.scale
+
+
+class ChangesUnsaved(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(Unsaved(), nn.Linear(5, 3))
+
+
 class Fails(nn.Sequential):
     def __init__(self):
         super().__init__(nn.Linear(5, 3))
