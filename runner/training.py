@@ -303,24 +303,14 @@ def try_evaluation(state: State) -> None:
     Raises:
         ConfigError: as in `EvaluationMetrics.trial`.
     """
-    session, model = state.session, state.model
+    session = state.session
     each, num_shards = max(2, min(session.plan.micro_size, 16)), session.plan.eval_shard[1]
     few_samples = session.workload.few_samples(each * num_shards, session.device)
     if few_samples is None:
         return
-    modules = (
-        each for each in model.modules() if not isinstance(each, torch.jit.ScriptModule)
-    )  # whose names are fixed
-    attributes = [(module, {**vars(module)}, {**module._buffers}) for module in modules]
     eager = torch.compiler.set_stance("force_eager") if session.compile else nullcontext()
-    with few_samples, eager, state.evaluating():
-        state.run.parallel.evaluate(model)
-    for module, own, buffers in attributes:
-        for name in [name for name in vars(module) if name not in own and name[0] != "_"]:
-            delattr(module, name)
-        vars(module).update(own)
-        module._buffers.clear()
-        module._buffers.update(buffers)
+    with few_samples, eager, state.modules.unchanged(), state.evaluating():
+        state.run.parallel.evaluate(state.model)
     session.collectives.barrier()  # processes may share buffers
 
 

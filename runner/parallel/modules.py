@@ -97,6 +97,19 @@ class Modules:
             yield
         self.train()
 
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """A context in which the network may assign attributes and buffers; then, it has those from before again."""
+        modules = (each for each in self._model.modules() if not isinstance(each, torch.jit.ScriptModule))
+        attributes = [(module, {**vars(module)}, {**module._buffers}) for module in modules]
+        yield
+        for module, own, buffers in attributes:
+            for name in [name for name in vars(module) if name not in own and name[0] != "_"]:
+                delattr(module, name)
+            vars(module).update(own)
+            module._buffers.clear()
+            module._buffers.update(buffers)
+
     def of_rank(self) -> dict[str, Any]:
         """Return copies of the buffers and the extra state by name, if each rank has its own."""
         if not self.replicas:
