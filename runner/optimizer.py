@@ -109,6 +109,8 @@ class Optimizer(ABC):
         if `layer_decay` is below 1 and the network lists no blocks.
         """
         parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        why, remedy = "none of its parameters is trained", "leave some trainable: requires_grad, model.unfreeze=[…]"
+        check(bool(parameters), "model", type(model).__name__, why, remedy)
         pattern_of = self._patterns(model, parameters)
         blocks, block_of = [name for name, _ in blocks_of(model)], block_indices(model)
         why = f"{type(model).__name__} has no blocks() from which the depth of a parameter could be told"

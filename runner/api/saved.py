@@ -290,8 +290,10 @@ def _check_fits(model: torch.nn.Module | None, weights: Mapping[str, torch.Tenso
     """Check that the names and the shapes of `weights` are those of `model`. If `model` is None, do nothing."""
     if model is None:
         return
-    wanted = {name: tensor.shape for name, tensor in model.state_dict().items()}
-    found = {name: tensor.shape for name, tensor in weights.items()}
+    wanted, found = (
+        {name: getattr(each, "shape", "extra state") for name, each in values.items()}
+        for values in (model.state_dict(), weights)
+    )
     others = sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
     why = f"its tensors are not those of the network in its config ({', '.join(others[:3])})"
     remedy = "choose another checkpoint of the run, or give the network with which it was trained, if it is your own"

@@ -92,7 +92,7 @@ def main(arguments: Sequence[str] | None) -> int:
             raise ConfigError("SOURCE", error.got, error.why, error.remedy) from None
     prefix = "module." if options.module_prefix else ""
     _write(renamed(tensors, lambda name: prefix + name), path, signature)
-    values = sum(tensor.numel() for tensor in tensors.values())
+    values = sum(each.numel() for each in tensors.values() if isinstance(each, torch.Tensor))
     print(f"{path}: {len(tensors)} tensors, {values:,} values, from {origin}")
     print(f"start from it: {text_override('model.weights', path)}")
     return DONE
@@ -101,7 +101,15 @@ def main(arguments: Sequence[str] | None) -> int:
 def _write(tensors: dict[str, torch.Tensor], path: Path, signature: dict[str, Any]) -> None:
     """Write `tensors` by name to `path`, with the signature of the model, which a state dict has no place for."""
     # Contiguous copies: safetensors rejects tensors that share memory, and torch.save would write the whole storage.
-    copies = {name: t.detach().clone(memory_format=torch.contiguous_format) for name, t in tensors.items()}
+    copies: dict[str, Any] = {
+        name: each.detach().clone(memory_format=torch.contiguous_format) if isinstance(each, torch.Tensor) else each
+        for name, each in tensors.items()
+    }
+    if path.suffix == ".safetensors":
+        others = [name for name, each in copies.items() if not isinstance(each, torch.Tensor)]
+        copies = {name: each for name, each in copies.items() if name not in others}
+        if others:
+            print(f"left out, as only .pt holds what is no tensor: {', '.join(others)}")
     copies = with_versions(copies, tensors)
     try:
         if path.suffix == ".safetensors":

@@ -24,7 +24,8 @@ def pack(value: Any) -> bytes:
         content = cloudpickle.dumps(value)
     except Exception as error:
         why = f"it cannot be sent to other processes ({type(error).__name__}: {error})"
-        remedy = "what is at the top level of a module can be sent; parallel=single data.workers=0 starts no processes"
+        remedy = "pass what is at the top level of a module, as a function that makes the network; or "
+        remedy += "parallel=single data.workers=0, which starts no processes"
         raise ConfigError("code", ", ".join(given().names()), why, remedy) from error
     return pickle.dumps(([file.path for file in given().files.values()], content))
 

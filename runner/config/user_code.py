@@ -71,9 +71,15 @@ class UserCode:
         return objects | {group: file.typed for group, file in self.files.items()}
 
     def hashes(self) -> dict[str, str]:
-        """Return the SHA-256 of each file by path, and of the source of each class and function by part and name."""
-        paths = sorted({file.path for file in self.files.values()})
-        contents = {shown(path): Path(path).read_bytes() for path in paths}
+        """Return the SHA-256 of each file by path, and of the source of each class and function by part and name.
+
+        Files that are imported from the folder of one of them are included.
+        """
+        paths = {file.path for file in self.files.values()}
+        folders = {f"{os.path.dirname(path)}{os.sep}" for path in paths}
+        imported = (str(getattr(module, "__file__", "")) for module in [*sys.modules.values()])
+        paths |= {path for path in imported if path.startswith((*folders,)) and "site-packages" not in path}
+        contents = {shown(path): Path(path).read_bytes() for path in sorted(paths) if os.path.isfile(path)}
         for part, value in self.objects.items():
             with suppress(OSError, TypeError):  # for example, of what is typed in a console
                 contents[f"{part}={_name(value)}"] = inspect.getsource(value).encode()
@@ -335,5 +341,5 @@ def _name(value: Any) -> str:
         return ", ".join(map(str, value))
     if isinstance(value, list | tuple):
         return ", ".join(_name(each) for each in value[:2])
-    named = value if hasattr(value, "__qualname__") else type(value)
+    named = value if hasattr(value, "__qualname__") and hasattr(value, "__module__") else type(value)
     return f"{named.__module__}.{named.__qualname__}".removeprefix("builtins.").replace("<locals>.", "")

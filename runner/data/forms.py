@@ -36,6 +36,25 @@ def is_pair(given: Any) -> bool:
     return is_two or (isinstance(given, tuple) and not _are_arrays(given))
 
 
+def with_columns_of(train: Any, held_out: Any) -> Any:
+    """Return held-out arrays, their tables with the columns in the order of those of the training arrays.
+
+    Raises:
+        ConfigError: if the columns have other names.
+    """
+    if not (isinstance(train, tuple) and isinstance(held_out, tuple)):
+        return held_out
+    parts = list(held_out)
+    for number, pair in enumerate(zip(train, held_out, strict=False)):
+        names, theirs = ([*getattr(each, "columns", ())] for each in pair)
+        if names and theirs and names != theirs:
+            why = f"held-out tables have the columns {theirs}, training tables {names}"
+            same = sorted(map(str, names)) == sorted(map(str, theirs)) and len({*names}) == len(names)
+            check(same, "", "DataFrame", shortened(why), "let both have the same columns")
+            parts[number] = pair[1][names]
+    return tuple(parts)
+
+
 def _are_arrays(pair: Iterable[Any]) -> bool:
     return all(hasattr(each, "__array__") for each in pair)  # of torch, NumPy and pandas
 

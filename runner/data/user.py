@@ -18,7 +18,7 @@ from runner.batching import MicroBatch, SampleOrder
 from runner.config import user_code
 from runner.config.errors import ABSENT, check, check_range, described
 from runner.data.base import Batch, Data, DataError, Samples, shard_bounds
-from runner.data.forms import class_names, is_pair, map_style, single
+from runner.data.forms import class_names, is_pair, map_style, single, with_columns_of
 from runner.data.generators import generators_of, seed_all
 from runner.data.image_files import to_device
 from runner.data.memory import ArraySamples
@@ -59,7 +59,10 @@ class UserData(Data):
         with user_code.errors_of("data"), seeded(derive(0, "user data")):  # the same on all ranks, and for all seeds
             is_made = callable(given) and (isinstance(given, type) or not hasattr(given, "__getitem__"))
             made: Any = given() if is_made else given
-            sets = [map_style(each) for each in made] if is_pair(made) else _split(map_style(made), self.holdout)
+            if is_pair(made):
+                sets = [map_style(made[0]), map_style(with_columns_of(*made))]
+            else:
+                sets = _split(map_style(made), self.holdout)
             if all(type(each) is TensorDataset for each in sets):
                 content = _sha256(tensor for each in sets for tensor in each.tensors)
                 train, held_out = (ArraySamples(*each.tensors, content=content) for each in sets)

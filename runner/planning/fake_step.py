@@ -23,7 +23,6 @@ from runner.models.blocks import blocks_of
 from runner.models.layers import normalizes_batches
 from runner.parallel.base import Parallel
 from runner.parallel.collectives import Collectives
-from runner.parallel.fsdp import FSDP
 from runner.parallel.hogwild import Hogwild
 from runner.parallel.launch.processes import LocalProcesses
 from runner.parallel.pipeline import Pipeline
@@ -168,7 +167,7 @@ def trace_rank(run: Run, session: Session, rank: int, further: int = 0) -> RankP
     """
     if isinstance(run.parallel, Hogwild):  # each worker trains by itself, as a single device does
         run = dataclasses.replace(run, parallel=Parallel())
-    if isinstance(run.parallel, FSDP):  # which parameters were used is a value
+    if getattr(run.parallel, "find_unused", False):  # which parameters were used is a value
         run = dataclasses.replace(run, parallel=dataclasses.replace(run.parallel, find_unused=False))
     world_size, devices = session.world_size, [torch.device("cpu")] * len(session.devices)
     process = FakeCollectives(devices, rank, world_size) if world_size > 1 else Collectives(devices)
@@ -250,6 +249,7 @@ def _saved(state: State) -> dict[str, int]:
             each.numel() * each.element_size() for each in (*[tensor] * models, *of_parameter.get(tensor, {}).values())
         )
         for name, tensor in state.model.state_dict(keep_vars=True).items()
+        if isinstance(tensor, torch.Tensor)
     }
 
 

@@ -187,6 +187,7 @@ def record(
     tensors["evaluation"] = evaluated(state)
     with state.modules.synchronized():
         full, _ = run.parallel.full_state(state.model, state.optimizer)
+    full = {name: each for name, each in full.items() if isinstance(each, torch.Tensor)}  # without extra states
     trained = set(chain(*collectives.all_gather([name for name, _ in state.model.named_parameters()])))
     tensors["weights"] = {name: tensor for name, tensor in full.items() if name in trained}
     tensors["buffers"] = {name: tensor for name, tensor in full.items() if name not in trained}

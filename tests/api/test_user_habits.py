@@ -24,6 +24,7 @@ from helpers.user_objects import (
     NoLength,
     Plain,
     Rows,
+    StepCounter,
     exiting_hook,
     failing_hook,
     logs_a_vector,
@@ -37,6 +38,7 @@ from torch.utils.data import ConcatDataset, DataLoader
 
 import runner
 from runner.batching import Plan
+from runner.commands import convert
 from runner.config.errors import ConfigError
 from runner.config.user_code import find, passed, using
 from runner.data.base import Batch
@@ -343,3 +345,12 @@ def test_a_training_step_of_a_network_is_said_not_to_be_called(capfd):
     trained("steps=1", model=LightningNet)
     said = "cross-entropy, as the targets are integers; what the network defines as training_step is not called"
     assert said in capfd.readouterr().err
+
+
+def test_an_extra_state_that_is_a_dict_is_averaged_sharded_and_converted(capsys):
+    plain, _ = trained("ema.decay=0.5", model=StepCounter)
+    sharded, _ = trained("ema.decay=0.5", "parallel=fsdp", model=StepCounter)
+    averages = [runner.load(each.directory, model=StepCounter).model("last") for each in (plain, sharded)]
+    assert largest_difference(*(dict(each.named_parameters()) for each in averages)) < 1e-6
+    assert convert.main([str(plain.directory), "net.safetensors"]) == 0
+    assert "left out, as only .pt holds what is no tensor: _extra_state" in capsys.readouterr().out

@@ -313,3 +313,15 @@ def test_an_error_that_ends_loops_in_python_does_not_end_the_samples(error):
     train, _ = loaded((Ends(error), Rows(9)))
     with pytest.raises(DataError, match=r"sample 7 of Ends"):
         in_order(train)
+
+
+def test_columns_of_held_out_tables_are_matched_by_name():
+    def held_out_inputs(held_out: pandas.DataFrame) -> list[list[float]]:
+        table = pandas.DataFrame({"a": [1.0, 2.0], "b": [3.0, 4.0]})
+        with using(passed(data=((table, np.zeros(2)), (held_out, np.ones(1))))):
+            return UserData().load()[1].inputs.tolist()
+
+    other = pandas.DataFrame({"b": [6.0], "a": [5.0]})
+    assert held_out_inputs(other) == [[5.0, 6.0]]
+    with pytest.raises(ConfigError, match="'c', 'a'"):
+        held_out_inputs(other.rename(columns={"b": "c"}))

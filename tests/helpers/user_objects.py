@@ -228,3 +228,17 @@ def counts_ones(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     outputs.zero_()
     targets.zero_()
     return share
+
+
+class StepCounter(Net):
+    """A network with a state of no tensor, a dict."""
+
+    def __init__(self):
+        super().__init__()
+        self.steps = 0
+
+    def get_extra_state(self):
+        return {"steps": self.steps}
+
+    def set_extra_state(self, state):
+        self.steps = state["steps"]

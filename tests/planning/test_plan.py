@@ -12,9 +12,11 @@ from helpers import networks_to_export
 from helpers.compose import TINY_CPU, build_composed_run, compose_config
 from helpers.runs import write_images
 from helpers.tensor_memory import measured_peak
+from helpers.user_objects import TENSORS, StepCounter
 from rich.console import Console
 
 from runner.commands import plan
+from runner.config.user_code import passed, using
 from runner.parallel.collectives import Collectives
 from runner.parallel.compiling import modules_of_blocks
 from runner.parallel.pipelining.schedules import SCHEDULES
@@ -312,3 +314,12 @@ def test_mistakes_are_refused(line, capsys):
     output = capsys.readouterr()
     assert REFUSED[line] in output.err
     assert output.out == ""
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+def test_a_network_of_ones_own_is_planned_in_modes_that_look_for_unused_parameters(mode):
+    options = ("model=_user", "data=_user", "workload=_user", "device=cpu", "batch_size=12", f"parallel={mode}")
+    with using(passed(model=StepCounter, data=TENSORS)):
+        run = build_composed_run(*options)
+        plans = trace_ranks(run, prepared(run))
+    assert [plan.peak["parameters"] > 0 for plan in plans] == [True, True]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass
 from functools import partial
@@ -44,6 +44,8 @@ class Partition:
 
     def __post_init__(self) -> None:
         check_range(self, "stages", least=2, most=4096)
+        if isinstance(self.cuts, list | tuple):  # blocks of a `Sequential` have numbers for names
+            self.cuts = [str(name) if type(name) is int else name for name in self.cuts]
         names = self.cuts if isinstance(self.cuts, list | tuple) else []
         if self.cuts != "auto" and not (names and all(isinstance(name, str) for name in names)):
             why = "it is neither auto nor a list of blocks"
@@ -86,7 +88,11 @@ class Partition:
         names, cuts = [name for name, _ in blocks_of(model)], self._found if self.cuts == "auto" else self.cuts
         timed = self.cuts == "auto" and (len(cuts) + 1 != count or not {*cuts} <= {*names})
         profiles = profile_blocks(model, inputs, session, timed)
-        inner = balanced([profile.seconds for profile in profiles], count) if timed else positions_of(cuts, names)
+        if timed:
+            seconds, tied = [profile.seconds for profile in profiles], tied_positions(model)
+            inner = balanced(seconds, count, tied) or balanced(seconds, count)  # which is then refused
+        else:
+            inner = positions_of(cuts, names)
         return profiles, [0, *inner]
 
     def cut(self, model: torch.nn.Module, starts: Sequence[int]) -> list[list[torch.nn.Module]]:
@@ -150,10 +156,20 @@ def positions_of(cuts: Sequence[str], names: Sequence[str]) -> list[int]:
     return found
 
 
-def balanced(seconds: Sequence[float], count: int) -> list[int]:
+def tied_positions(model: torch.nn.Module) -> set[int]:
+    """Return positions of blocks of `model` with which no stage can begin: earlier and later blocks share a tensor."""
+    uses: dict[int, list[int]] = {}
+    for position, (_, block) in enumerate(blocks_of(model)):
+        for _, tensor in named_tensors(block):
+            uses.setdefault(id(tensor), []).append(position)
+    return {position for found in uses.values() for position in range(found[0] + 1, found[-1] + 1)}
+
+
+def balanced(seconds: Sequence[float], count: int, tied: Collection[int] = ()) -> list[int]:
     """Return the first block of every stage except the first, so that the slowest of `count` stages is fastest.
 
-    Among such partitions of blocks that take `seconds`, one with stages of similar times is preferred.
+    Among such partitions of blocks that take `seconds`, one with stages of similar times is preferred. No stage begins
+    at a position in `tied`; if that is impossible, the list is empty.
     """
     sums = [0.0, *accumulate(seconds)]
     # For the first blocks of each number: the time of the slowest stage, the sum of the squared times, and the cuts.
@@ -162,9 +178,11 @@ def balanced(seconds: Sequence[float], count: int) -> list[int]:
         fewer = best
         best = [(float("inf"), float("inf"), [])] * len(sums)
         for stop in range(num_stages, len(sums)):
-            times = ((start, sums[stop] - sums[start], fewer[start]) for start in range(num_stages - 1, stop))
-            best[stop] = min((max(most, last), rest + last**2, [*cuts, i]) for i, last, (most, rest, cuts) in times)
-    return best[-1][2]
+            starts = [start for start in range(num_stages - 1, stop) if start not in tied]
+            times = ((start, sums[stop] - sums[start], fewer[start]) for start in starts)
+            found = ((max(most, last), rest + last**2, [*cuts, i]) for i, last, (most, rest, cuts) in times)
+            best[stop] = min(found, default=best[stop])
+    return best[-1][2] if best[-1][0] < float("inf") else []
 
 
 class BlockProfile(NamedTuple):

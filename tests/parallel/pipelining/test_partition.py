@@ -63,6 +63,16 @@ def test_balanced_minimizes_the_time_of_the_slowest_stage(num_stages):
     assert partitioning.balanced([9, 1, 1, 1, 1], 3) == [1, 3], "even stages among equally fast partitions"
 
 
+def test_no_stage_begins_between_blocks_that_share_a_tensor_if_that_is_possible():
+    layers = [torch.nn.Linear(2, 2) for _ in range(5)]
+    layers[3].weight = layers[1].weight
+    tied = partitioning.tied_positions(torch.nn.Sequential(*layers))
+    assert tied == {2, 3}
+    assert partitioning.balanced([1, 1, 1, 1, 1], 2, tied) in ([1], [4])
+    assert partitioning.balanced([1, 1, 1, 1, 1], 3, tied) == [1, 4]
+    assert partitioning.balanced([1, 1, 1, 1, 1], 4, tied) == []
+
+
 def test_networks_with_too_few_blocks_are_refused_without_memory_for_weights():
     run = build_composed_run("model=resnet50", "data.size=8", "parallel=pipeline", "parallel.cuts=[layer2]")
     run.workload.prepare()
