@@ -261,6 +261,13 @@ def scripted() -> nn.Module:
         return chain(torch.jit.script(nn.Sequential(nn.Linear(8, 8), nn.Tanh())))
 
 
+def made_once(make: Callable[[], nn.Module]) -> nn.Module:
+    """Return a network that is given as an object, with the same weights in each process that imports this module."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return make()
+
+
 class Rare(nn.Module):
     """Some batches have no sample that one of its layers computes: its momentum and decay pause."""
 
@@ -363,10 +370,10 @@ CASES: dict[str, dict[str, Any]] = {
     "complex": case(Complex),
     "own_linear": case(lambda: chain(OwnLinear(8, 8))),
     "old_weight_norm": case(old_weight_norm),
-    "old_weight_norm_object": case(old_weight_norm()),
+    "old_weight_norm_object": case(made_once(old_weight_norm)),
     "pruned": case(pruned),
-    "pruned_object": case(pruned()),
-    "scripted_object": case(scripted()),
+    "pruned_object": case(made_once(pruned)),
+    "scripted_object": case(made_once(scripted)),
     "teacher": case(Teacher),
     "teacher_in_place": case(partial(Teacher, True)),
     "limited_norm": case(lambda: chain(LimitedNorm(8, 8))),
