@@ -7,6 +7,7 @@ import math
 import os
 import sys
 import warnings
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
