@@ -22,6 +22,7 @@ from helpers.command_server import fork_server_from_fork
 from helpers.compose import TINY_CPU, TrainedRun, build_composed_run, train_in
 from helpers.ranks import PersistentRanks, Ranks, ThisProcess
 
+from runner.config import user_code
 from runner.parallel.launch import processes
 from runner.system.forkserver import start_server
 
@@ -141,10 +142,11 @@ def ranks() -> Iterator[Ranks]:
 
 @pytest.fixture(autouse=True)
 def _leave_torch_as_it_was() -> Iterator[None]:
-    """Threads, determinism, the generator's state and the environment must not leak from test to test."""
+    """Threads, determinism, the generator's state, the environment and given code must not leak from test to test."""
     before = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled(), dict(os.environ)
     torch.manual_seed(0)
-    yield
+    with user_code.using(user_code.given()):  # a command in this process gives the code that is typed
+        yield
     after = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     assert after == before[:2], "a test, or what it tested, left torch's global switches changed"
     for name in set(os.environ) - set(before[2]) - {"PYTEST_CURRENT_TEST"}:
