@@ -13,7 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 from runner.config.errors import ABSENT, ConfigError, did_you_mean
 from runner.config.options import option_files, option_keys, root_keys
 from runner.config.other_names import type_instead
-from runner.config.user_code import chosen_by_file
+from runner.config.user_code import chosen_by_file, is_file
 
 
 def explain(error: Exception) -> str:
@@ -39,10 +39,10 @@ def _no_such_option(error: Exception) -> ConfigError | None:
     if not isinstance(error, MissingConfigException) or not error.missing_cfg_file:
         return None
     group, _, option = error.missing_cfg_file.removesuffix(".yaml").rpartition("/")
-    if error.missing_cfg_file.endswith(".py"):  # a typed one never gets here
-        return chosen_by_file(*error.missing_cfg_file.split("/", 1))
     if group not in root_keys():
         return None
+    if is_file(f"{group}={option}"):  # a typed one never gets here
+        return chosen_by_file(group, option)
     names = list(option_files().get(group, []))
     is_switch = option.lower() in ("true", "false", "yes", "no", "on", "off")
     remedy = f"choose from: {', '.join(names)}" if is_switch else did_you_mean(option, names)
