@@ -43,6 +43,7 @@ class Env:
     frame_skip: int = 1
     grayscale: bool = False
     image_size: int | None = None
+    channels: str | None = None
     options: dict[str, Any] | None = None
 
     may_change_on_resume: ClassVar[tuple[str, ...]] = ()
@@ -54,6 +55,8 @@ class Env:
         for key in ("frame_stack", "frame_skip"):
             check_range(self, key, least=1, most=_MAX_FRAMES)
         check_range(self, "image_size", least=1, most=1024)
+        if self.channels is not None:
+            check_choice(self, "channels", ("first", "last"))
 
     @property
     def name(self) -> str:
@@ -78,6 +81,7 @@ class Env:
         """
         import gymnasium
 
+        from runner.env.pixels import pixels_of
         from runner.env.vector import num_actions
 
         spec = self._spec()
@@ -89,6 +93,11 @@ class Env:
             if self.options and "unexpected keyword argument" in why:
                 key, remedy = "options", "leave out what the environment does not have"
             raise ConfigError(key, self.name if key == "id" else self.options, why, remedy) from None
+        if (self.grayscale or self.image_size) and self._wrappers():  # whose wrappers shrink the first two axes
+            images = pixels_of(self.name, single.observation_space, 1, self.channels)
+            why = "env.grayscale and env.image_size need images with channels in their last axis"
+            last = images is None or self.channels != "first"
+            check(last, "channels", self.channels, why, "leave these out, or wrap the environment")
         for key, wrapper in self._wrappers().items():
             try:
                 single = wrapper(single)
@@ -101,7 +110,9 @@ class Env:
         self.frames_per_second = float(single.metadata.get("render_fps") or 25)
         self._is_builtin = type(single.unwrapped).__module__.startswith("gymnasium.")
         self.num_actions = num_actions(self.name, single)
-        self.longest = self.max_episode_steps or spec.max_episode_steps
+        self.longest = self.max_episode_steps or (
+            spec.max_episode_steps and -(-spec.max_episode_steps // self.frame_skip)
+        )
         with self.vector(1, in_process=True) as vector:
             self.shape, self.shared_rng, self.pixels = vector.shape, vector.shared_rng, vector.pixels
             self.largest = vector.largest()
@@ -141,7 +152,8 @@ class Env:
         sync = (in_process and self.vectorization == "async") or render_mode == "human"
         vectorization = "sync" if sync else self.vectorization
         try:
-            return Vector(self._make(self._spec(), num_envs, vectorization, render_mode), self.name, self.frame_stack)
+            envs = self._make(self._spec(), num_envs, vectorization, render_mode)
+            return Vector(envs, self.name, self.frame_stack, self.channels)
         except ConfigError:
             raise
         except Exception as error:  # of any type: an environment may be anybody's
@@ -164,15 +176,19 @@ class Env:
 
     def _options(self, render_mode: str | None = None) -> dict[str, Any]:
         options = (self.options or {}) | ({"render_mode": render_mode} if render_mode else {})
-        return options | ({"max_episode_steps": self.max_episode_steps} if self.max_episode_steps else {})
+        if self.max_episode_steps:  # gymnasium counts frames
+            options["max_episode_steps"] = self.max_episode_steps * self.frame_skip
+        return options
 
     def _wrappers(self) -> dict[str, Any]:
         """Return functions that wrap a single environment, by the option that asks for them."""
-        from gymnasium.wrappers import GrayscaleObservation, MaxAndSkipObservation, ResizeObservation
+        from gymnasium.wrappers import GrayscaleObservation, ResizeObservation
+
+        from runner.env.pixels import SkipFrames
 
         found: dict[str, Any] = {}
         if self.frame_skip > 1:
-            found["frame_skip"] = partial(MaxAndSkipObservation, skip=self.frame_skip)
+            found["frame_skip"] = partial(SkipFrames, skip=self.frame_skip)
         if self.grayscale:
             found["grayscale"] = partial(GrayscaleObservation, keep_dim=False)
         if (size := self.image_size) is not None:

@@ -22,6 +22,7 @@ from gymnasium.wrappers import FlattenObservation
 
 from runner.config.errors import ConfigError, check
 from runner.env import MAX_ENVS, EnvironmentBrokenError
+from runner.env.pixels import Pixels, pixels_of
 from runner.storage.value_checks import check_like
 from runner.system.forkserver import start_server, without_main_module
 from runner.system.signals import STOP_SIGNALS
@@ -54,60 +55,6 @@ class Steps(NamedTuple):
     """bool [n]: False where the action was ignored and the environment was reset, because its episode had ended."""
     lives: np.ndarray | None = None
     """int [n]: the number of lives after the step, in games that have some."""
-
-
-class Pixels(NamedTuple):
-    """How the images that an environment returns become observations, uint8 [channels, height, width]."""
-
-    axes: tuple[int, ...]
-    """The permutation of the axes of a batch of images that puts the channels first; () if they have no channels."""
-    frame_shape: tuple[int, int, int]
-    """The channels, height and width of one frame."""
-    stack: int
-    """Number of frames in an observation, the oldest first; before its first, an episode has copies of that frame."""
-    scale: float
-    """The factor that maps the values to [0, 1]."""
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        channels, height, width = self.frame_shape
-        return self.stack * channels, height, width
-
-    def stacked(self, before: np.ndarray, images: np.ndarray, restarted: np.ndarray) -> np.ndarray:
-        """Return the observations that follow those `before`, as a new array, given the new images [n, …].
-
-        `restarted`, bool [n], is True where a new episode begins.
-        """
-        frames = images.transpose(self.axes) if self.axes else images[:, None]
-        frames = frames.astype(np.uint8)
-        if self.stack == 1:
-            return frames
-        observations = np.concatenate((before[:, self.frame_shape[0] :], frames), 1)
-        if restarted.any():
-            observations[restarted] = np.tile(frames[restarted], (1, self.stack, 1, 1))
-        return observations
-
-
-def pixels_of(name: str, space: gymnasium.Space, stack: int) -> Pixels | None:
-    """Return how observations of `space` are images; None if they are vectors.
-
-    uint8 or bool arrays [height, width], or with channels as their last or first axis, are images; the first axis has
-    the channels if it is shorter than the last. Other arrays with two axes, such as stacked vectors or the features of
-    several objects, are flattened, as by Stable-Baselines3; others with three are refused.
-    """
-    shape: Any = space.shape or ()
-    is_image = space.dtype in (np.uint8, np.bool_)
-    if not isinstance(space, gymnasium.spaces.Box) or len(shape) < (2 if is_image else 3):
-        why = "only images are stacked, and its observations are vectors"
-        check(stack == 1, "frame_stack", stack, why, "env.frame_stack=1")
-        return None
-    fits = len(shape) <= 3 and is_image
-    why = f"its observations are {space.dtype} {'×'.join(map(str, shape))}, and images are uint8 or bool, with channels"
-    remedy = "wrap the environment so that it returns single frames of uint8, 0 to 255; env.frame_stack stacks them"
-    check(fits, "id", name, why, remedy)
-    axes = () if len(shape) == 2 else (0, 1, 2, 3) if shape[0] < shape[-1] else (0, 3, 1, 2)
-    channels, height, width = [shape[axis - 1] for axis in axes[1:]] if axes else (1, *shape)
-    return Pixels(axes, (channels, height, width), stack, 1 / max(1.0, float(space.high.max())))
 
 
 def num_actions(name: str, env: gymnasium.Env) -> int:
@@ -177,9 +124,9 @@ class Vector:
     An observation of images consists of the last `frame_stack` frames.
     """
 
-    def __init__(self, envs: VectorEnv, name: str, frame_stack: int = 1):
+    def __init__(self, envs: VectorEnv, name: str, frame_stack: int = 1, channels: str | None = None):
         self.envs, self.name, self.num_envs = envs, name, envs.num_envs
-        self.pixels = pixels_of(name, envs.single_observation_space, frame_stack)
+        self.pixels: Pixels | None = pixels_of(name, envs.single_observation_space, frame_stack, channels)
         """How images become observations; None if the observations are vectors."""
         shape: Any = envs.single_observation_space.shape
         self.shape: tuple[int, ...] = shape if self.pixels is None else self.pixels.shape

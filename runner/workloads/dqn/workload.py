@@ -133,6 +133,8 @@ class DQN(Workload):
 
     def describe(self) -> dict[str, str]:
         env, shape = self.env, "×".join(map(str, self.env.shape)) + ", flattened" * (len(self.env.shape) == 2)
+        if env.pixels is not None and env.pixels.axes:
+            shape += f" ({env.pixels.frame_shape[0]} channels, the {env.pixels.channels_axis} axis of the images)"
         if env.pixels is None and env.largest > _MAX_UNSCALED and not self.normalize:
             shape += f" with values up to {env.largest:g} (workload.normalize=true scales them)"
         limit = "" if env.longest else f", no limit of steps ({evaluation.MAX_STEPS:,} in evaluations)"

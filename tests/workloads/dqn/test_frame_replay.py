@@ -216,13 +216,17 @@ def test_other_content_of_a_checkpoint_is_refused(change, tmp_path):
 
 
 @pytest.mark.cases(
-    ((5, 7), (1, 5, 7), ()),
-    ((5, 7, 3), (3, 5, 7), (0, 3, 1, 2)),
-    ((3, 5, 7), (3, 5, 7), (0, 1, 2, 3)),
-    ((10, 10, 10), (10, 10, 10), (0, 3, 1, 2)),
+    ((5, 7), None, (1, 5, 7), ()),
+    ((5, 7, 3), None, (3, 5, 7), (0, 3, 1, 2)),
+    ((3, 5, 7), "first", (3, 5, 7), (0, 1, 2, 3)),
+    ((3, 5, 7), "last", (7, 3, 5), (0, 3, 1, 2)),
+    ((10, 10, 10), None, (10, 10, 10), (0, 3, 1, 2)),
+    ((8, 8, 12), None, (12, 8, 8), (0, 3, 1, 2)),
+    ((5, 5, 8), None, (8, 5, 5), (0, 3, 1, 2)),
+    ((12, 8, 8), "first", (12, 8, 8), (0, 1, 2, 3)),
 )
-def test_images_become_stacks_with_their_channels_first(shape, frame, axes):
-    pixels = pixels_of("Game-v0", gymnasium.spaces.Box(0, 255, shape, np.uint8), 3)
+def test_images_become_stacks_with_their_channels_first(shape, channels, frame, axes):
+    pixels = pixels_of("Game-v0", gymnasium.spaces.Box(0, 255, shape, np.uint8), 3, channels)
     assert pixels == Pixels(axes, frame, 3, 1 / 255)
     images, later = (np.random.default_rng(seed).integers(256, size=(2, *shape), dtype=np.uint8) for seed in (1, 2))
     first = pixels.stacked(np.zeros((2, *pixels.shape), np.uint8), images, np.ones(2, bool))
