@@ -20,7 +20,7 @@ from runner.config.errors import ABSENT, ConfigError, check, check_range, did_yo
 from runner.config.options import chosen_option, root_keys
 from runner.config.other_names import type_instead
 from runner.config.overrides import LOCATION_KEYS
-from runner.config.schema import build, component_fields, load_class, option_fields, typed_values
+from runner.config.schema import build, component_fields, load_class, option_fields, plain_options, typed_values
 from runner.data.base import Data
 from runner.device import Device, device_name
 from runner.ema import Ema
@@ -82,6 +82,7 @@ class Run:
     name: str
     batch_size: int
     seed: int = 0
+    repeat: int = 0
     steps: int | None = None
     epochs: float | None = None
     max_grad_norm: float | None = None
@@ -107,6 +108,7 @@ class Run:
         remedy = "output_root=. is the current directory"
         check(path, "output_root", self.output_root, "it is not the path of a directory", remedy)
         check_range(self, "seed", least=0, most=2**63 - 1)
+        check_range(self, "repeat", least=0, most=_LARGEST)
         for key in ("batch_size", "steps", "log_every"):
             check_range(self, key, least=1, most=_LARGEST)
         for key in ("eval_every", "save_every", "keep"):
@@ -239,7 +241,10 @@ def build_run(config: Mapping[str, Any]) -> Run:
     inputs = {group: build(_node(config, group), WORKLOAD_INPUTS[group], group) for group in needed}
     parts["workload"] = build(node, Workload, "workload", **inputs)
     run = Run(**typed_values(Run, {key: config[key] for key in scalars if key in config}), **parts)
-    run.config = dict(config)
+    nodes = {"workload": run.workload} | {group: getattr(run, group) for group in CONFIG_GROUPS}
+    nodes |= {group: getattr(run.workload, group) for group in needed}
+    run.config = plain_options(run, config)
+    run.config |= {group: plain_options(component, config[group]) for group, component in nodes.items()}
     for part, group in {"model": "model", "data": "data", "loss": "workload", "metrics": "workload"}.items():
         chosen, why = str((config.get(group) or {}).get("_target_")), f"the config chooses another {group}"
         used = part not in run.code or chosen.rpartition(".")[0].endswith(".user")

@@ -124,11 +124,11 @@ def compose_run(composer: Composer, overrides: Sequence[str]) -> Job:
     return job
 
 
-def composer_of(overrides: Sequence[str], config_dir: str | None) -> Composer:
+def composer_of(overrides: Sequence[str], config_dir: str | None, job_number: int = 0) -> Composer:
     """Return a composer for a single run. With `resume=PATH`, its root config is the config of the run at PATH."""
     source = resumed(overrides)
     if source is None:
-        return Composer(config_dir)
+        return Composer(config_dir, job_number=job_number)
     from runner.api.saved_defaults import saved_root
 
     return Composer(config_dir, saved_root(source, overrides))

@@ -43,14 +43,15 @@ def retrace(
         ConfigError: if `overrides` make it another run, it has logged nothing, or it cannot run here.
     """
     saved, signature = load(directory), {}
-    config = dict(compose([f"resume={directory}", *overrides, "tracking=none"], config_dir=config_dir))
+    composed = dict(compose([f"resume={directory}", *overrides, "tracking=none"], config_dir=config_dir))
+    run = build_run(composed | {"resume": "never"})
+    config = run.config
     others = {each.key: str(each) for each in differences(saved.config, config)}
     others |= {key: key for key in ("log_every", "eval_every") if config[key] != saved.config.get(key)}
     groups = {key.partition(".")[0] for key in others}
     typed = " ".join(text for text in overrides if override_key(text).partition(".")[0] in groups)
     remedy = f"leave out {typed or 'what sets it'}: only how it is computed may change, as the device or accumulation"
     check(not others, "overrides", ABSENT, f"another run: {'; '.join([*others.values()][:5])}", remedy)
-    run = build_run(config | {"resume": "never"})
     check_used(run, overrides)
     then = {tag: values for tag, values in saved.curves().items() if tag.startswith(COMPARED)}
 
@@ -79,8 +80,7 @@ def verify_against(commit: str, overrides: Sequence[str], steps: int = 20, confi
         ConfigError: as `copy_of` and `trained_in`; if today's code refuses the config, or its mode is asynchronous.
     """
     words = replaced(overrides, f"steps={steps}", "log_every=1")
-    config = dict(compose(replaced(words, "resume=never"), config_dir=config_dir))
-    run = build_run(config)
+    run = build_run(compose(replaced(words, "resume=never"), config_dir=config_dir))
     check_used(run, overrides)
     again = partial(train_again, run, {}, steps)
     try:
@@ -93,8 +93,8 @@ def verify_against(commit: str, overrides: Sequence[str], steps: int = 20, confi
             then = {tag: values for tag, values in recorded.curves().items() if tag.startswith(COMPARED)}
             outcome = judge(then, now, steps, lambda number: again(noise=number))
             where = (*LOCATION_KEYS, "tracking", "code")  # of the code, its environment has the hashes
-            options = [key for key in dict.fromkeys((*recorded.config, *config)) if key not in where]
-            return outcome._replace(changes=[*changed(recorded.config, config, options), *changes(directory)])
+            options = [key for key in dict.fromkeys((*recorded.config, *run.config)) if key not in where]
+            return outcome._replace(changes=[*changed(recorded.config, run.config, options), *changes(directory)])
     except CommitError as error:
         return Outcome([], Verdict.UNJUDGED, str(error))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 import traceback
@@ -22,8 +23,8 @@ from runner.config.overrides import checked_path, quoted, resumed  # noqa: E402
 from runner.system import __version__  # noqa: E402
 from runner.system.console import CRASHED, DONE, STOPPED, output_code  # noqa: E402
 
-RUN_DIRECTORY = "--run-directory"
-"""The flag that sets the run directory. The scheduler of a sweep passes this flag to the jobs."""
+RUN_DIRECTORY, JOB_NUMBER = "--run-directory", "--job-number"
+"""The flags that set the run directory and `${hydra:job.num}`. The scheduler of a sweep passes them to the jobs."""
 
 
 @command
@@ -45,6 +46,7 @@ def parser() -> Parser:
     for flag in (["--help", "-h"], ["--version"]):
         parser.add_argument(*flag, action="store_true")
     parser.add_argument(RUN_DIRECTORY, metavar="DIR")
+    parser.add_argument(JOB_NUMBER, type=int, default=0, help=argparse.SUPPRESS)
     what = parser.add_mutually_exclusive_group()
     for flag in (["--multirun", "-m"], ["--summary"]):
         what.add_argument(*flag, action="store_true")
@@ -83,7 +85,7 @@ def _run(arguments: list[str]) -> list[int]:
 
         jobs = SweepJobs(Composer(options.config_dir), [quoted(word, sweep=True) for word in options.overrides])
         return run_sweep(jobs, options.overrides, options.config_dir, JOB_MODULES)[1]
-    composer = composer_of(options.overrides, options.config_dir)
+    composer = composer_of(options.overrides, options.config_dir, options.job_number)
     job = compose_run(composer, options.overrides)
     if options.cfg:
         from runner.storage.saved_run import config_yaml

@@ -9,11 +9,9 @@ import copy
 import logging
 import os
 import re
-import secrets
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,12 +32,12 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
-from runner.config import user_code
+from runner.config import references, user_code
 from runner.config.errors import ABSENT, ConfigError, check, did_you_mean
 from runner.config.hydra_errors import config_error
 from runner.config.option_source import OptionFiles, modified
 from runner.config.options import CONF
-from runner.config.overrides import LOCATION_KEYS, override_key, quoted
+from runner.config.overrides import override_key, quoted
 
 _GLOBAL_GROUPS = ("debug", "experiment", "local")
 """Config groups whose files set keys of the whole config, instead of the options of a component."""
@@ -71,19 +69,21 @@ class Composer:
     Args:
         config_dir: a directory with the structure of conf/; None to compose from conf/ only.
         root: the name of the root config: that of conf/, or the one that `register_saved` returns.
+        job_number: the value of `${hydra:job.num}` in a single run, which may be a job of a sweep.
 
     Raises:
         ConfigError: if `config_dir` does not exist.
         ConfigError, HydraException, OmegaConfBaseException: by the methods, if a config cannot be composed.
     """
 
-    def __init__(self, config_dir: str | None = None, root: str = "config"):
-        self._root = root
+    def __init__(self, config_dir: str | None = None, root: str = "config", job_number: int = 0):
+        self._root, self._job_number = root, job_number
         if hydra.__version__.startswith("1.3."):  # later versions have no other defaults
             version.setbase("1.3")
         setup_globals()
         JobRuntime.instance().set("name", "runner")
         Plugins.instance().register(OptionFiles)
+        references.register()
         search_path = create_config_search_path(f"{OptionFiles.scheme()}://{CONF}")
         if config_dir is not None:
             path = os.path.abspath(os.path.expanduser(config_dir))
@@ -100,7 +100,7 @@ class Composer:
             config = self._load([quoted(word, sweep=False) for word in overrides], RunMode.RUN)
             if swept := ", ".join(map(str, config.hydra.sweeper.params or {})):
                 print(f"one run of a study over {swept}: add -m for all", file=sys.stderr)
-            return _job(config)
+            return _job(config, self._job_number)
 
     def sweep(self, overrides: list[str]) -> DictConfig:
         """Compose the options of a sweep itself: the config nodes `sweep` and `hydra`."""
@@ -112,9 +112,7 @@ class Composer:
         with composition_errors():
             config = self._load([*sweep.hydra.overrides.hydra, *overrides], RunMode.RUN)
             OmegaConf.copy_cache(sweep, config)  # `${now:…}` is the same in all jobs
-            with open_dict(config):
-                config.hydra.job.id, config.hydra.job.num = str(number), number
-            return _job(config)
+            return _job(config, number)
 
     def parse(self, overrides: list[str]) -> list[Override]:
         """Parse overrides with Hydra's grammar."""
@@ -247,7 +245,9 @@ def register_saved(config: Mapping[str, Any], groups: Collection[str], absent: C
     return _SAVED
 
 
-def _job(config: DictConfig) -> Job:
+def _job(config: DictConfig, number: int) -> Job:
+    with open_dict(config):
+        config.hydra.job.id, config.hydra.job.num = str(number), number
     HydraConfig.instance().set_config(config)  # interpolations may refer to it
     overrides: Any = OmegaConf.to_container(config.hydra.overrides, resolve=False)["task"]  # pyright: ignore
     with read_write(config), open_dict(config):
@@ -258,36 +258,7 @@ def _job(config: DictConfig) -> Job:
         why = "the file of this option does not begin with `# @package _global_`"
         remedy = "make this its first line, as in the files of conf/experiment"
         check(group not in config, group, ABSENT, why, remedy)
-    return Job(resolved(config), overrides)
-
-
-_REFERENCE = re.compile(r"\$(?=\{\s*oc\.(env|decode)\s*:)")
-_MARK = secrets.token_hex(8)
-"""A random text, which no config contains. It replaces the `$` of references that OmegaConf must not resolve."""
-
-
-def resolved(config: DictConfig) -> dict[str, Any]:
-    """Return `config` as plain values, with all interpolations resolved except references to environment variables.
-
-    A reference is kept as the text `${oc.env:NAME}`, also inside `${oc.decode:…}`, until a component is built. The
-    files of a run contain this text instead of the value, because environment variables may hold passwords and tokens.
-    The values of `LOCATION_KEYS` are resolved nevertheless.
-    """
-    raw: Any = OmegaConf.to_container(config, resolve=False)
-    if "oc.env" not in str(raw):
-        return OmegaConf.to_container(config, resolve=True)  # pyright: ignore[reportReturnType]
-    mark = partial(_REFERENCE.sub, _MARK)
-    marked = {key: value if key in LOCATION_KEYS else _mapped(mark, value) for key, value in raw.items()}
-    found = OmegaConf.to_container(OmegaConf.create(marked), resolve=True)
-    return _mapped(lambda text: text.replace(_MARK, "$"), found)
-
-
-def _mapped(function: Callable[[str], str], value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _mapped(function, inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_mapped(function, inner) for inner in value]
-    return function(value) if isinstance(value, str) else value
+    return Job(references.resolved(config), overrides)
 
 
 @contextmanager

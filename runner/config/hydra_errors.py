@@ -116,5 +116,5 @@ def _syntax_error(error: Exception) -> ConfigError | None:
 def _unresolved(error: Exception) -> ConfigError | None:
     if not isinstance(error, OmegaConfBaseException) or not error.full_key:
         return None
-    remedy = "give it a plain value; ${KEY} refers to the value of another key"
+    remedy = "give it a plain value; ${KEY} is the value of another key, and ${eval:'${KEY} * 2'} computes"
     return ConfigError(error.full_key, ABSENT, _lines(error)[0], remedy)

@@ -27,6 +27,8 @@ _PATHS = ("output_root", "resume", "data.root", "data.file", "model.weights")
 _TEXTS = (*_PATHS, "name")
 _LISTS_OF_TEXTS = ("data.inputs", "data.targets", "model.freeze", "model.unfreeze")
 _LIST_ITEM = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|[^][,'"\s](?:[^][,'"]*[^][,'"\s])?""")
+_PARTS_WITH_REFERENCES = re.compile(r"(?:\$\{(?:[^{}]|\{[^{}]*\})*\}|[^,])+")
+_NESTED_REFERENCE = re.compile(r"\$\{[^}]*\$\{|\$\{eval\b")
 _QUOTED = re.compile(r"""(['"])([\w.+-]+)\1""")
 _ALLOWED_HYDRA_KEY = re.compile(r"hydra\.(verbose|searchpath|sweeper\.params(\.[\w./@-]+)?)")
 
@@ -119,6 +121,11 @@ def quoted(word: str, sweep: bool) -> str:
         return f"{key}={_LIST_ITEM.sub(_quoted_item, value)}"
     if value[:1] in "'\"[{" or (sweep and _FUNCTION.match(value)):
         return word
+    if _NESTED_REFERENCE.search(value):  # which Hydra's grammar does not know
+        parts = _PARTS_WITH_REFERENCES.findall(value) if sweep else [value]
+        # in double quotes: OmegaConf reads the override, too, and knows no escapes
+        shown = [hydra_quoted(part) if '"' in part else f'"{part}"' if "${" in part else part for part in parts]
+        return f"{key}={','.join(shown)}"
     parts = value.split(",") if sweep else [value]
     return f"{key}={','.join(_quoted_text(name, part) for part in parts)}"
 

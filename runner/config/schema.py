@@ -143,6 +143,22 @@ def checked_values(cls: type, node: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
+def plain_options(component: object, node: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of `node` as the `component` that was built from it understands them, still as plain values.
+
+    A text that was meant as a number, such as that of an environment variable, is the number. What refers to a
+    credential is kept, as `runner.config.references` says.
+    """
+    hints, plain = field_types(type(component)), dict(node)
+    for name in hints.keys() & {name for name, value in node.items() if isinstance(value, str | list)}:
+        value = node[name]
+        if "oc.env" not in str(value):
+            typed = _resolved(name, value, hints[name]) if "${" in str(value) else _converted(value, hints[name])
+            typed = list(typed) if isinstance(typed, tuple) else typed
+            plain[name] = typed if isinstance(typed, str | int | float | list | None) else value
+    return plain
+
+
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", type(None): "null"}
 _INTEGER = re.compile(r"[-+]?(?:0|[1-9][0-9]*)")
 _FLOAT = re.compile(r"[-+]?(?:(?:0|[1-9][0-9]*)(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|[-+]?\.?inf|\.?nan")

@@ -159,7 +159,7 @@ def resolve_auto_accumulation(job: Job, compose: Callable[[Sequence[str]], Job],
         with suppress(ConfigError, HydraException, OmegaConfBaseException, KeyError, TypeError):
             saved = saved_config(path).values
             steps = saved["accumulation"]["steps"]
-            if type(steps) is int and not differences(saved, job.config):
+            if type(steps) is int and not differences(saved, build_run(job.config).config):
                 continued = divided(steps)
                 build_run(continued.config)
                 return continued

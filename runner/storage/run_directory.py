@@ -16,6 +16,7 @@ from typing import IO, Any
 
 from runner.config.errors import ConfigError
 from runner.config.overrides import LOCATION_KEYS, override_key
+from runner.config.references import with_variables
 from runner.config.user_code import is_generated
 from runner.storage.files import MAX_LEVELS, UnsafeFileError, check_no_link, open_regular, read_regular, sync
 from runner.storage.value_checks import COUNT, UnexpectedContentError, check_known, check_like
@@ -67,7 +68,7 @@ def unique_name(overrides: Iterable[str] = ()) -> str:
     Those that rarely differ between runs, `_CONSTANT`, come last. The names sort by time. They contain no commas, which
     would separate values in `-m model.weights=DIR/…`.
     """
-    known = {override_key(text): text for text in redacted_values(list(overrides)) if "=" in text}
+    known = {override_key(text): text for text in _shown(overrides) if "=" in text}
     shown = [key for key, text in known.items() if MASK not in text and not key.startswith(_UNNAMED)]
     shown.sort(key=lambda key: key.startswith(_CONSTANT))
     labels = [_label(known[key]).lstrip("+").replace(",", "_").rstrip("_.-") for key in shown]
@@ -132,8 +133,12 @@ def job_name(number: int, overrides: list[str], swept: Collection[str] = ()) -> 
     """Return the name of a job's directory, `<number>-<overrides>`, without secrets: of the keys `swept`, if any."""
     shown = [text for text in overrides if override_key(text) in swept]
     shown = shown or [text for text in overrides if not is_generated(text)]
-    first, *others = map(_label, redacted_values(shown) or ["defaults"])
+    first, *others = map(_label, _shown(shown) or ["defaults"])
     return _cut([f"{number:03d}-{first}", *others], ",", _MAX_NAME).rstrip(".-")
+
+
+def _shown(overrides: Iterable[str]) -> list[str]:
+    return redacted_values([with_variables(text) for text in overrides])
 
 
 def _label(override: str) -> str:

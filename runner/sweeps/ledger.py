@@ -12,6 +12,7 @@ from typing import IO, Any
 
 from runner.config.errors import ConfigError, check
 from runner.config.overrides import canonical_override, override_key
+from runner.config.references import with_variables
 from runner.storage import run_directory
 from runner.storage.files import UnsafeFileError, write_text
 from runner.storage.ledger_file import LEDGER, read_ledger
@@ -68,7 +69,7 @@ class Ledger:
     """
 
     def __init__(self, typed: Iterable[str], root: Path, resume: str, is_search: bool = False):
-        last = {override_key(text): canonical_override(text) for text in typed}
+        last = {override_key(text): canonical_override(with_variables(text)) for text in typed}
         shown = redacted_values([text for key, text in last.items() if key.partition(".")[0] not in SHARED_KEYS])
         self._is_search = is_search
         self.typed = sorted(printable(text) for text in shown)

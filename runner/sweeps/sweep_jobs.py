@@ -240,7 +240,8 @@ class Planner:
             return Job(number, [], console, overrides=overrides, directory=directory, refusal=wrapped(explain(error)))
         config_hash, demand = self._bases[key]
         where = [word for word in self._jobs.common if override_value([word], "resume") is None]
-        arguments = [*overrides, *where, "resume=auto", f"--run-directory={directory}", *self._flags]
+        flags = [f"--run-directory={directory}", f"--job-number={number}", *self._flags]
+        arguments = [*overrides, *where, "resume=auto", *flags]
         known = hashlib.sha256(json.dumps([config_hash, overrides]).encode()).hexdigest()[:12]
         about = {"overrides": overrides, "directory": directory, "config_hash": known}
         return Job(number, arguments, console, demand, **about)
@@ -288,7 +289,7 @@ class Planner:
             demand = self._jobs.engine.demand_elsewhere(threads) if is_device else None
             if demand is None:  # otherwise, this machine may only be the login node of a cluster
                 raise
-        return config_hash(config), demand
+        return config_hash(run.config), demand
 
 
 def _shared(overrides: list[str]) -> tuple[str, ...]:

@@ -70,6 +70,11 @@ def redacted(text: str) -> str:
     return text
 
 
+def names_a_secret(name: str) -> bool:
+    """Return whether the name of a key or of an environment variable is that of a credential."""
+    return bool(_NAMED.search(name))
+
+
 def redacted_values(config: Any, key: str = "") -> Any:
     """Return a copy of plain values nested in dicts and lists, or of a list of overrides, without credentials.
 

@@ -11,7 +11,7 @@ from hydra.errors import MissingConfigException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from runner.config.composition import Composer, resolved
+from runner.config.composition import Composer
 from runner.config.errors import ConfigError
 from runner.sweeps.sweep_jobs import SweepJobs
 
@@ -53,30 +53,6 @@ def test_hydra_verbose_searchpath_and_sweeper_params_are_allowed(tmp_path):
     assert [job[0] for job in SweepJobs(composer, ["experiment=mine"])] == ["seed=3", "seed=4"]
     job = Composer().run([f"hydra.searchpath=[file://{tmp_path}]", "experiment=mine", "name=${hydra:job.name}"])
     assert (job.config["name"], job.overrides) == ("runner", ["experiment=mine", "name=${hydra:job.name}"])
-
-
-@pytest.mark.cases(
-    ({"a": 1, "b": "${a}"}, {"a": 1, "b": 1}),
-    ({"a": {"b": ["${oc.env:SECRET}"]}}, {"a": {"b": ["${oc.env:SECRET}"]}}),
-    ({"a": "x ${oc.env:SECRET} y"}, {"a": "x ${oc.env:SECRET} y"}),
-    ({"a": "${oc.env:NONE,7}"}, {"a": "${oc.env:NONE,7}"}),
-    ({"a": "${oc.env:SECRET}", "b": "${a}/c"}, {"a": "${oc.env:SECRET}", "b": "${oc.env:SECRET}/c"}),
-    ({"a": "${oc.env:SECRET}/${b}", "b": "${c}", "c": 5}, {"a": "${oc.env:SECRET}/5", "b": 5, "c": 5}),
-    ({"a": "${b}/${oc.env:SECRET}", "b": 5}, {"a": "5/${oc.env:SECRET}", "b": 5}),
-    ({"a": "{${oc.env:SECRET}}${b}}", "b": 5}, {"a": "{${oc.env:SECRET}}5}", "b": 5}),
-    ({"a": "${oc.decode:${oc.env:NUMBER}}/${b}", "b": 5}, {"a": "${oc.decode:${oc.env:NUMBER}}/5", "b": 5}),
-    ({"a": "${oc.env:SECRET,x:${b}}${b}", "b": 5}, {"a": "${oc.env:SECRET,x:5}5", "b": 5}),
-    ({"a": "${oc.env:SECRET,{}}${b}", "b": 5}, {"a": "${oc.env:SECRET,{}}5", "b": 5}),
-    ({"a": "${oc.env:A,${oc.env:B,${oc.env:SECRET}}}"}, {"a": "${oc.env:A,${oc.env:B,${oc.env:SECRET}}}"}),
-    ({"a": "${ oc.env:SECRET}${oc.env : SECRET}"}, {"a": "${ oc.env:SECRET}${oc.env : SECRET}"}),
-    ({"a": "${oc.decode:${b}}", "b": "${oc.env:N}"}, {"a": "${oc.decode:${oc.env:N}}", "b": "${oc.env:N}"}),
-    ({"output_root": "${oc.env:NUMBER}/x", "name": "${oc.env:NUMBER}"}, {"output_root": "3/x", "name": "3"}),
-    ids=str,
-)
-def test_references_to_the_environment_are_kept(config, wanted, monkeypatch):
-    monkeypatch.setenv("SECRET", "hidden")
-    monkeypatch.setenv("NUMBER", "3")
-    assert resolved(OmegaConf.create(config)) == wanted
 
 
 def test_interpolations_are_resolved_by_each_job_and_not_by_the_sweep():
