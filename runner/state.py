@@ -211,6 +211,7 @@ class State:
         like |= {"metrics": {str: float}, "best": dict, "stop": dict}
         is_older = not {"buffers", "replicas"} & local.keys()  # without the state of a loss, `random` and NumPy
         like |= {"loss": [dict]} if "loss" in shared or not is_older else {}
+        like |= {"attributes": {str: object}} if "attributes" in shared else {}
         check_like(shared, like, "the state")
         if shared["best"]:
             check_like(shared["best"], {"metric": str, "value": float, "step": int}, "the best evaluation")
@@ -229,7 +230,7 @@ class State:
         run.parallel.load_local_state(self.model, self.optimizer, local.get("parallel", {}))
         if run.ema.decay and local.get("ema"):
             run.parallel.load_local_state(self.model, self.average.optimizer, local["ema"])
-        self.modules.load(shared.get("loss", []), local.get("buffers", {}), local.get("replicas", []))
+        self.modules.load(checkpoint.tensors, shared, local.get("buffers", {}), local.get("replicas", []))
         if local:
             run.workload.load_state_dict(local["workload"])
             run.workload.load_parts(checkpoint.part_files)
@@ -256,6 +257,7 @@ class State:
         with self.modules.synchronized():
             tensors, optimizer_state = collect(self.optimizer)
             ema, loss = self.average.full_tensors(collect), self.modules.loss_state()
+            attributes = self.modules.attributes()
             own = self.modules.only_of_rank(own)
         moments = {f"{key} of {name}": t for name, state in optimizer_state.items() for key, t in state.items()}
         broken = [name for name in full_state.not_finite(tensors | moments) if name not in self.modules.not_finite]
@@ -275,6 +277,7 @@ class State:
             "num_steps": self.session.num_steps,
             "stop": self.stopping.state_dict(),
             "loss": loss,
+            "attributes": attributes,
         }
         local = {
             "workload": copy.deepcopy(run.workload.state_dict()),

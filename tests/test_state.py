@@ -2,26 +2,32 @@
 
 import copy
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from helpers.plain_loop import weights_at
+from helpers.plain_loop import largest_difference, weights_at
 from helpers.runs import assert_bitwise_equal
 from helpers.stateful_objects import (
     DATA,
-    ChangesUnsaved,
+    SHORT,
     Fails,
     Forgets,
+    Remembers,
     Renames,
     SparseBuffer,
     Unsavable,
     Weighted,
+    evolving,
     odd,
     quiet,
     train_given,
 )
+from torch import nn
+from torch.nn.functional import cross_entropy
 
+import runner
 from runner.config.errors import ConfigError
 from runner.seeds import derive
 from runner.storage.checkpoint import load
@@ -131,13 +137,88 @@ def test_a_network_whose_state_cannot_be_restored_is_refused_before_the_first_st
     assert not [*tmp_path.glob("checkpoints/*")]
 
 
-def test_numbers_and_buffers_that_change_and_that_no_checkpoint_has_are_said(tmp_path):
-    for step in (2, 3):
-        train_given(words("", f"steps={step}", "eval_every=0"), tmp_path, model=ChangesUnsaved)
+EVOLVING_MODES = [(1, "single ema.decay=0.5"), (2, "ddp"), (2, "fsdp"), (2, "ensemble")]
+EVOLVING_MODES += [
+    (2, "pipeline parallel.cuts=[evolves]"),
+    (1, "pipeline parallel.cuts=[evolves] parallel.engine=streams"),
+]
+
+
+@pytest.mark.parametrize(("count", "mode"), EVOLVING_MODES)
+def test_what_forward_changes_in_attributes_and_forms_of_buffers_is_resumed_bitwise(count, mode, ranks, tmp_path):
+    def train(name: str, *more: str) -> None:
+        (tmp_path / name).mkdir(exist_ok=True)
+        code = {"model": evolving, "loss": None}
+        ranks(count).call_on_all(partial(train_given, words(mode, *more), **code), tmp_path / name)
+
+    train("whole", f"steps={STEPS}", "eval_every=0")
+    train("often", f"steps={STEPS}", "eval_every=1", "save_every=1")
+    for step in (2, 4, STEPS):
+        train("resumed", f"steps={step}", "eval_every=1")
+    wanted, *others = (
+        load(tmp_path / name / f"checkpoints/step_{STEPS:08d}") for name in ("whole", "often", "resumed")
+    )
+    passes = len(wanted.tensors["evolves.grown"])
+    assert passes >= STEPS
+    assert wanted.state["attributes"]["0.evolves.calls"] == passes
+    assert wanted.state["attributes"].keys() == {
+        f"0.evolves.{name}" for name in ("calls", "_started", "temperature", "phase", "level", "power", "late_power")
+    }
+    for other in others:
+        assert_bitwise_equal(dict(other.tensors), dict(wanted.tensors))
+        assert_bitwise_equal(other.state["attributes"], wanted.state["attributes"])
+        assert_bitwise_equal(dict(other.ema), dict(wanted.ema))
+
+
+def evolved(num_steps: int) -> tuple[nn.Module, list[float]]:
+    """Train in plain PyTorch; return the network, and the losses of an evaluation after each step, made with a copy."""
+    (inputs, targets), held_out = DATA
+    torch.manual_seed(derive(0, "weights"))
+    model, losses = evolving().double(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    epochs = [torch.Generator().manual_seed(derive(0, "order", epoch)) for epoch in range(2)]
+    stream = torch.cat([torch.randperm(60, generator=generator) for generator in epochs])
+    for step in range(num_steps):
+        rows = stream[12 * step : 12 * step + 12]
+        optimizer.zero_grad()
+        cross_entropy(model(inputs[rows].double()), targets[rows]).backward()
+        optimizer.step()
+        with torch.no_grad():
+            losses.append(float(cross_entropy(copy.deepcopy(model).eval()(held_out[0].double()), held_out[1])))
+    return model, losses
+
+
+def evaluated(directory: Path, mode: str) -> dict[str, float]:
+    return runner.load(directory, model=evolving, data=DATA).evaluate("last", [mode])
+
+
+def test_such_state_is_that_of_a_plain_loop_in_any_order_of_modes_and_in_evaluations(ranks, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    modes = ["single", "ddp", "single", "fsdp", "ddp", "single"]
+    model, losses = evolved(len(modes))
+    options = [*SHORT, "precision=64", "save_every=0", "eval_every=1", "log_every=1"]
+    directory = runner.train([*options, "steps=1"], model=evolving, data=DATA).directory.resolve()
+    for step, mode in enumerate(modes[1:], start=2):
+        change = [f"resume={directory}", f"steps={step}", f"parallel={mode}"]
+        count = 1 if mode == "single" else 2
+        result, *_ = ranks(count).call_on_all(partial(runner.train, change, model=evolving, data=DATA))
+        assert result.metrics["eval/loss"] == pytest.approx(losses[step - 1], rel=1e-12)
+    assert largest_difference(weights_at(directory, len(modes)), dict(model.state_dict())) < 1e-12
+    for count, mode in ((1, "single"), (2, "ddp")):
+        found, *_ = ranks(count).call_on_all(partial(evaluated, directory, f"parallel={mode}"))
+        assert found["eval/loss"] == pytest.approx(losses[-1], rel=1e-12)
+    inputs, loaded = DATA[1][0].double(), runner.load(directory, model=evolving).model("last")
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(inputs), model.eval()(inputs), rtol=1e-12, atol=0)
+
+
+def test_lists_that_change_and_numbers_that_differ_between_processes_are_said(ranks, tmp_path):
+    code = {"model": Remembers, "loss": None}
+    ranks(2).call_on_all(partial(train_given, words("ddp", "steps=2", "eval_every=0"), **code), tmp_path)
     log = (tmp_path / "log.txt").read_text()
-    assert log.count("ChangesUnsaved.0.calls, ChangesUnsaved.0.is_initialized, ChangesUnsaved.0.mean changes") == 2
-    train_given(words("", "steps=2", "eval_every=0"), tmp_path / "saved", model=odd)
-    assert "state_dict() does not have" not in (tmp_path / "saved" / "log.txt").read_text()
+    assert "model: Remembers.seen changes in training, and no checkpoint has it" in log
+    assert "model: Remembers.mean differs between processes" in log
+    assert "Remembers.constant" not in log
 
 
 def test_names_that_a_network_gives_its_state_are_those_of_its_checkpoint(tmp_path):

@@ -17,7 +17,7 @@ from runner.parallel.session import Session
 from runner.run import Run, build_run, check_used
 from runner.storage.checkpoint import load
 from runner.storage.manifest import DamagedError, verified_manifest
-from runner.storage.saved_run import saved_config
+from runner.storage.saved_run import saved_config, warn_of_changed_code
 from runner.storage.signature import saved_signature
 from runner.training import initial_state, try_evaluation
 
@@ -58,6 +58,8 @@ def evaluate_checkpoint(checkpoint: Path, overrides: Sequence[str] = (), split: 
         try:
             metrics, skipped, details = launcher.launch(here, rank_main, session, Path(scratch))
             description = run.workload.describe()
+            if session.rank == 0:
+                warn_of_changed_code(checkpoint.parent.parent)  # now that all of it has been imported
             if skipped:
                 description["skipped"] = f"{skipped} of these samples, which cannot be read"
             return Evaluation(metrics, description, details)

@@ -21,14 +21,25 @@ from runner.data.decode import ImageInput
 from runner.data.imagefolder import EXTENSIONS, images_below
 from runner.data.tabular import read_inputs
 from runner.model.base import without_memory
+from runner.parallel.attributes import set_values
+from runner.parallel.full_state import load_module
 from runner.run import Run, build_run, check_used
 from runner.storage import checkpoint as stored
 from runner.storage.checkpoint import chosen_checkpoint
 from runner.storage.files import check_readable
-from runner.storage.manifest import DamagedError
+from runner.storage.manifest import DamagedError, untrusted
 from runner.storage.run_directory import read_result, step_of
-from runner.storage.saved_run import UnreadableConfigError, checkpoints, directory_of, saved_config, saved_overrides
+from runner.storage.saved_run import (
+    UnreadableConfigError,
+    checkpoints,
+    directory_of,
+    saved_config,
+    saved_overrides,
+    warn_of_changed_code,
+)
 from runner.storage.signature import saved_signature
+from runner.storage.state_dict import fitted
+from runner.storage.value_checks import UnexpectedContentError
 from runner.system.secrets import printable
 from runner.tracking.event_file import EventReader
 
@@ -126,7 +137,8 @@ class SavedRun:
         needed only for workloads without a signature.
         """
         step = self._step(choice)
-        weights, path = self.weights(step), self.checkpoint(step)
+        checkpoint, path = self._read(step, stored.load), self.checkpoint(step)
+        weights = checkpoint.ema or checkpoint.tensors
         with settings_kept(), self._given(overrides):
             run, signature = self.on_one_device(step, overrides), self.signature(step)
             parts = ("model",) if {"model"} & {*user_code.given().names()} else ("model", "workload")
@@ -135,8 +147,15 @@ class SavedRun:
             if "inputs" in signature:  # before memory is allocated: the checkpoint may be anybody's
                 _check_fits(_without_memory(lambda: run.workload.saved_model(signature), path), weights, path)
             model = run.precision.convert(run.workload.saved_model(signature))
+            warn_of_changed_code(self.directory)
             _check_fits(model, weights, path)
-            model.load_state_dict(weights)
+            try:
+                load_module(model, weights, "the model")
+                attributes = checkpoint.state.get("attributes", {})
+                own = {name[2:]: value for name, value in attributes.items() if name.startswith("0.")}
+                set_values(model, own, weights)
+            except UnexpectedContentError as error:
+                raise untrusted(path, f"the hashes are correct, but the content is not: {error}") from None
         return model.eval()
 
     def on_one_device(self, choice: str | int = "best", overrides: Sequence[str] = ()) -> Run:
@@ -290,8 +309,9 @@ def _check_fits(model: torch.nn.Module | None, weights: Mapping[str, torch.Tenso
     """Check that the names and the shapes of `weights` are those of `model`. If `model` is None, do nothing."""
     if model is None:
         return
+    buffers = fitted(model, weights, weights)  # whose shapes are data
     wanted, found = (
-        {name: getattr(each, "shape", "extra state") for name, each in values.items()}
+        {name: getattr(each, "shape", "extra state") for name, each in values.items() if name not in buffers}
         for values in (model.state_dict(), weights)
     )
     others = sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))

@@ -182,7 +182,9 @@ def load_weights(model: torch.nn.Module, source: str, reset_head: bool) -> None:
             tensors = renamed(with_versions(ours, tensors), lambda name: name.removeprefix(prefix))
             if fitting and others:
                 log.info("weights: left out what is not the network in %s: %s", source, others)
-    head = _head(model, tensors)
+    reshaped = {name: each for name, each in tensors.items() if name not in own or each.shape != own[name].shape}
+    state_dict.fit_buffers(model, reshaped, tensors)
+    own, head = model.state_dict(), _head(model, tensors)
     if reset_head:
         why = "all tensors in it have the shapes of this network, which has no blocks(): its last layer is not known"
         check(bool(head), "reset_head", True, why, "set model.reset_head=false")

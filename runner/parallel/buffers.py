@@ -21,8 +21,12 @@ def named_buffers(modules: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]
 def average(buffers: Mapping[str, torch.Tensor], collectives: Collectives) -> None:
     """Give all ranks the means of floating-point and complex `buffers`, in place, and those of rank 0 of all others.
 
-    The means are computed in float64, so that equal values do not change.
+    The means are computed in float64, so that equal values do not change. Buffers that do not have the same form on all
+    ranks, as tables that have grown by other samples, stay as they are.
     """
+    forms = collectives.all_gather({name: (tuple(each.shape), each.dtype) for name, each in buffers.items()})
+    same = [name for name, form in forms[0].items() if all(each.get(name) == form for each in forms)]
+    buffers = {name: buffers[name] for name in same}
     wide = {name: each.to(torch.complex128) for name, each in buffers.items() if each.is_complex()}
     wide |= {name: each.double() for name, each in buffers.items() if each.is_floating_point()}
     for name, total in collectives.all_reduce(wide).items():
@@ -32,24 +36,24 @@ def average(buffers: Mapping[str, torch.Tensor], collectives: Collectives) -> No
 
 @contextmanager
 def buffers_kept(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """A context at whose end buffers have their values of before, also those that forward has replaced.
-
-    One that has another shape or dtype by then stays as it is: a table that has grown.
-    """
+    """A context at whose end modules have the buffers of before, with their values, also if forward replaces them."""
     before = [
-        (module, name, buffer, buffer.detach().clone())
+        (module, name, buffer, None if buffer is None else buffer.detach().clone())
         for each in modules
         for module in each.modules()
-        for name, buffer in module.named_buffers(recurse=False)
+        for name, buffer in module._buffers.items()
     ]
     try:
         yield
     finally:
         for module, name, buffer, value in before:
-            now = module._buffers.get(name)
-            if now is None or (now.shape, now.dtype) == (value.shape, value.dtype):
+            if buffer is None or value is None:
                 module._buffers[name] = buffer
+            elif buffer.shape == value.shape:
                 buffer.detach().copy_(value)
+                module._buffers[name] = buffer
+            else:  # resized in place
+                module._buffers[name] = value
 
 
 def with_own_memory(module: torch.nn.Module) -> torch.nn.Module:

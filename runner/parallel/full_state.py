@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from runner.storage.state_dict import with_versions
+from runner.storage.state_dict import fit_buffers, fitted, with_versions
 from runner.storage.value_checks import TensorSpec, UnexpectedContentError, check_like, is_finite
 
 _PROBE = (3, 5)  # the shape of a test parameter: a state tensor of this shape must have it from the parameter
@@ -64,9 +64,18 @@ def load(
 
 
 def load_module(module: torch.nn.Module, tensors: TensorDict, where: str) -> None:
-    """Load full tensors into `module`, which is called `where` in an `UnexpectedContentError`."""
+    """Load full tensors into `module`, which is called `where` in an `UnexpectedContentError`.
+
+    Names and the shapes of parameters must be those of `module`; buffers get the shapes that they had (see `fitted`).
+    """
     held = module.state_dict()
-    check_like(dict(tensors), {n: t if isinstance(t, torch.Tensor) else object for n, t in held.items()}, where)
+    fits = fitted(module, tensors, tensors)
+    new = {n: each for n, each in fits.items() if each[1] not in getattr(each[0], "_non_persistent_buffers_set", ())}
+    like = held | {name: tensors[name] for name in new}
+    check_like(dict(tensors), {n: t if isinstance(t, torch.Tensor) else object for n, t in like.items()}, where)
+    if new:
+        fit_buffers(module, {name: tensors[name] for name in new}, tensors)
+        held = module.state_dict()
     # Not strictly, as the names have been compared: torch would add, and then refuse, `num_batches_tracked` of batch
     # normalization layers in other stages of a pipeline.
     shards = {name: shard_like(held[name], value) for name, value in tensors.items()}

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
-from itertools import chain
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -15,10 +13,19 @@ import torch
 from runner.config import user_code
 from runner.config.errors import ABSENT, ConfigError
 from runner.parallel import full_state
+from runner.parallel.attributes import (
+    joined,
+    marks,
+    other_marks,
+    plain_values,
+    plain_values_kept,
+    set_values,
+    unsaved_buffers,
+)
 from runner.parallel.buffers import average, buffers_kept, named_buffers
 from runner.parallel.collectives import bytes_of
 from runner.parallel.session import Session
-from runner.storage.value_checks import UnexpectedContentError, check_like
+from runner.storage.value_checks import UnexpectedContentError
 
 log = logging.getLogger(__name__)
 
@@ -33,11 +40,13 @@ class Modules:
         self.replicas = numbers if max(numbers) > 1 else []
         """How many ranks have other samples, other steps, and other members; empty if none have."""
         values = {name: each for name, each in model.named_buffers() if not hasattr(each, "fake_mode")}  # of a plan
-        names = full_state.not_finite(values)
+        names = full_state.not_finite(values), _without_value(model)
         of_ranks = session.collectives.all_gather(names) if plan.splits_network else [names]
-        self.not_finite = {*chain(*of_ranks)}
-        """The buffers of the model that are not finite from the beginning, such as masks."""
-        self._unsaved = self._of_no_state_dict()
+        missing = ({*names} for _, names in of_ranks)  # a process of a pipeline has no buffers of other stages
+        self.not_finite = {name for names, _ in of_ranks for name in names} | set[str].intersection(*missing)
+        """The buffers of the model that are not finite from the beginning, such as masks, or have no value then."""
+        self._beginning = self._loaded = self._named(marks)
+        self._others, self._restored = self._named(other_marks), dict[str, Any]()
 
     @property
     def each(self) -> list[torch.nn.Module]:
@@ -52,28 +61,53 @@ class Modules:
         for module in self.each:
             module.train()
 
-    def say_unsaved(self) -> None:
-        """Say which numbers and buffers have changed since the beginning that no checkpoint has."""
-        now = self._of_no_state_dict()
-        if names := sorted(name for name, value in self._unsaved.items() if now.get(name) != value):
-            text = "model: %s changes in training, and state_dict() does not have it: a run that is resumed or loaded "
-            text += "begins with its first value; make it a buffer that is saved, or return it in get_extra_state()"
-            log.warning(text, ", ".join(names))
+    def _named(self, values: Callable[[torch.nn.Module], Mapping[str, Any]]) -> dict[str, Any]:
+        """Return the `values` of all modules by name, after the number of the module."""
+        return {f"{number}.{name}": v for number, each in enumerate(self.each) for name, v in values(each).items()}
 
-    def _of_no_state_dict(self) -> dict[str, Any]:
-        """Return the numbers of modules, and hashes of their buffers that are not saved, by name."""
-        found: dict[str, Any] = {}
-        for name, module in (named for each in self.each for named in each.named_modules(prefix=type(each).__name__)):
-            if type(module).get_extra_state is torch.nn.Module.get_extra_state:
-                numbers = {key: value for key, value in vars(module).items() if isinstance(value, int | float)}
-                found |= {
-                    f"{name}.{key}": value for key, value in numbers.items() if key[0] != "_" and key != "training"
-                }
-                for key in getattr(module, "_non_persistent_buffers_set", ()):
-                    buffer = module._buffers.get(key)
-                    if buffer is not None and buffer.layout == torch.strided and not hasattr(buffer, "fake_mode"):
-                        found[f"{name}.{key}"] = hashlib.sha256(bytes_of(buffer).cpu().numpy().tobytes()).digest()
-        return found
+    def _changed(self, before: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the plain values of attributes, and the buffers that are not saved, that are no longer as `before`."""
+        now, missing = self._named(marks), object()
+        names = [name for name, mark in now.items() if before.get(name, missing) != mark]
+        values = self._named(lambda each: plain_values(each) | unsaved_buffers(each))
+        return full_state.copied({name: values[name] for name in names})
+
+    def attributes(self) -> dict[str, Any]:
+        """Return what training has changed that no state dict has: plain values of attributes, and unsaved buffers.
+
+        Those of rank 0; of a pipeline, those of all ranks, on rank 0. Called on every rank, in `synchronized`.
+        """
+        if not self._session.plan.splits_network:
+            return self._changed(self._beginning)
+        # What this process has loaded for the stages of others does not change here.
+        return self._restored | self._session.collectives.gather_to_rank0(self._changed(self._loaded))
+
+    def say_unsaved(self) -> None:
+        """Say which attributes have changed since the beginning that no checkpoint has, or that differ between ranks.
+
+        Called on every rank.
+        """
+        now = self._named(other_marks)
+        names = sorted(self._in_words(name) for name, mark in self._others.items() if now.get(name, mark) != mark)
+        if names:
+            text = (
+                "model: %s changes in training, and no checkpoint has it: a run that is resumed or loaded begins with "
+            )
+            text += "its first value; make it a buffer or a number, or return it in get_extra_state()"
+            log.warning(text, ", ".join(names))
+        if self.replicas and not self._session.plan.num_members:
+            values = self._named(plain_values)
+            of_ranks = self._session.collectives.all_gather(values)
+            names = sorted(self._in_words(name) for name in values if any(of[name] != values[name] for of in of_ranks))
+            if names and self._session.rank == 0:
+                text = (
+                    "model: %s differs between processes: with another number of them, a resumed run has that of rank 0"
+                )
+                log.warning(text, ", ".join(names))
+
+    def _in_words(self, name: str) -> str:
+        number, _, rest = name.partition(".")
+        return f"{type(self.each[int(number)]).__name__}.{rest}"
 
     @contextmanager
     def synchronized(self) -> Iterator[None]:
@@ -90,10 +124,15 @@ class Modules:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """A context in which all ranks have the same buffers in evaluation mode; then, they train as before."""
-        for module in self.each:
-            module.eval()
-        with self.synchronized():
+        """A context in which all ranks have the same buffers in evaluation mode; then, they train as before.
+
+        Also the plain values in attributes, which the network may change, are then those of before.
+        """
+        with ExitStack() as kept:
+            for module in self.each:
+                kept.enter_context(plain_values_kept(module))
+                module.eval()
+            kept.enter_context(self.synchronized())
             yield
         self.train()
 
@@ -111,11 +150,12 @@ class Modules:
             module._buffers.update(buffers)
 
     def of_rank(self) -> dict[str, Any]:
-        """Return copies of the buffers and the extra state by name, if each rank has its own."""
+        """Return copies of buffers, extra state and changed plain values by name, if each rank has its own."""
         if not self.replicas:
             return {}
         extra = {name: copy.deepcopy(module.get_extra_state()) for name, module in self._with_extra_state().items()}
-        return extra | {name: each.clone() for name, each in named_buffers(self.each).items()}
+        changed = {name: each for name, each in self._changed(self._beginning).items() if not torch.is_tensor(each)}
+        return extra | changed | {name: each.clone() for name, each in named_buffers(self.each).items()}
 
     def only_of_rank(self, own: dict[str, Any]) -> dict[str, Any]:
         """Return `own`, on the CPU, without buffers of the model that do not differ once ranks are synchronized."""
@@ -133,22 +173,30 @@ class Modules:
         """Return a copy of the state of the loss; an empty list if it is no module."""
         return [full_state.copied(module.state_dict()) for module in self.each[1:]]
 
-    def load(self, of_loss: list[dict[str, Any]], of_rank: dict[str, Any], replicas: list[int]) -> None:
-        """Load what `loss_state` returned, and what `only_of_rank` did, if `replicas` were as many as now.
+    def load(
+        self, weights: Mapping[str, Any], shared: Mapping[str, Any], of_rank: dict[str, Any], replicas: list[int]
+    ) -> None:
+        """Load what is beside `weights` in a checkpoint: `loss_state`, `attributes`, and what `only_of_rank` returned.
+
+        The latter is loaded if `replicas` were as many as now.
 
         Raises:
             ConfigError: if the loss is another one.
             UnexpectedContentError: if the buffers of the rank are not of these modules.
         """
-        self._load_loss(of_loss)
+        self._load_loss(shared.get("loss", []))
+        self._restored = full_state.copied(shared.get("attributes", {}))
+        self._set_values(self._restored, weights)
         if self.replicas and replicas == self.replicas:
-            own, extra = named_buffers(self.each), self._with_extra_state()
-            own = {name: each for name, each in own.items() if name in of_rank}
-            check_like(of_rank, own | dict.fromkeys(extra, object), "the buffers of a rank")
-            for name, buffer in own.items():
-                buffer.copy_(of_rank[name])
+            extra = {name: each for name, each in self._with_extra_state().items() if name in of_rank}
             for name, module in extra.items():
                 module.set_extra_state(of_rank[name])
+            self._set_values({name: each for name, each in of_rank.items() if name not in extra}, weights)
+        self._loaded = self._named(marks)
+
+    def _set_values(self, values: Mapping[str, Any], weights: Mapping[str, Any]) -> None:
+        for number, each in enumerate(self.each):
+            set_values(each, {n[2:]: v for n, v in values.items() if n.startswith(f"{number}.")}, weights)
 
     def _load_loss(self, saved: list[dict[str, Any]]) -> None:
         loss = self.each[1:]
@@ -163,3 +211,10 @@ class Modules:
         except UnexpectedContentError as error:
             name, why = user_code.given().names().get("loss", ABSENT), f"it is not that of the checkpoint: {error}"
             raise ConfigError("loss", name, why, "give the loss of the run, or start a new run") from None
+
+
+def _without_value(model: torch.nn.Module) -> list[str]:
+    """Return the names of buffers of `model` that are None."""
+    return [
+        joined(prefix, key) for prefix, each in model.named_modules() for key, b in each._buffers.items() if b is None
+    ]

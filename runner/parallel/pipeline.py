@@ -154,7 +154,8 @@ class Pipeline(Partition, MultiProcess):
             numbers = range(session.rank, count, session.world_size)
             stage_of = self.stage_of_each_tensor(model, stages)
             others = {id(m) for i, blocks in enumerate(stages) if i not in numbers for b in blocks for m in b.modules()}
-            self._elsewhere = {f"{name}._extra_state" for name, m in model.named_modules() if id(m) in others}
+            here = {id(m) for i in numbers for b in stages[i] for m in b.modules()}
+            self._elsewhere = {name for name, m in model.named_modules() if id(m) in others - here}
             keep_only(model, {name for name, number in stage_of.items() if number in numbers})
             why = f"process {session.rank} has nothing to train"
             check(bool(trainable(model)), "parallel.cuts", self.cuts, why, "cut elsewhere, or take fewer stages")
@@ -243,21 +244,22 @@ class Pipeline(Partition, MultiProcess):
 
     def full_state(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[TensorDict, dict[str, Any]]:
         tensors, optimizer_state = full_state.collect(model, optimizer, keep=True)
-        tensors = {name: each for name, each in tensors.items() if name not in self._elsewhere}
+        tensors = {name: each for name, each in tensors.items() if name.rpartition(".")[0] not in self._elsewhere}
         flat = {(name, key): value for name, state in optimizer_state.items() for key, value in state.items()}
         gather = self._session.collectives.gather_to_rank0
         tensors, states = gather(tensors), defaultdict(dict)
         for (name, key), value in gather(flat).items():
             states[name][key] = value
-        # In the order in which a single device saves them.
-        names = [name for name in self._names if name in tensors]
+        # In the order in which a single device saves them; then, buffers that begin as None.
+        names = [name for name in dict.fromkeys((*self._names, *tensors)) if name in tensors]
         whole = with_versions({name: tensors[name] for name in names}, model.state_dict())
         return whole, {name: states[name] for name in names if name in states}
 
     def load_full_state(
         self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, tensors: TensorDict, states: dict[str, Any]
     ) -> None:
-        others = set(self._names) - model.state_dict().keys()
+        of_others = {name for name in tensors if name.rpartition(".")[0] in self._elsewhere}  # also what begins as None
+        others = {*self._names, *of_others} - model.state_dict().keys()
         kept = {name: tensor for name, tensor in tensors.items() if name not in others}
         states = {name: state for name, state in states.items() if name not in others}
         super().load_full_state(model, optimizer, with_versions(kept, tensors), states)

@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-from runner.config import user_code
 from runner.config.errors import ConfigError, check
 from runner.config.overrides import override_key
 from runner.parallel.session import Session
@@ -122,11 +121,7 @@ def _unwritable(key: str, path: Path, error: OSError) -> ConfigError:
 
 def _beginning(claim: Claim, run: Run, overrides: list[str]) -> Callable[[], None]:
     """Return `Claim.begin`, which can be pickled, for a session that has steps to do."""
-    code = user_code.given().hashes()
-    before = run_directory.read_environment(claim.path).get("code")
-    if claim.has_run and isinstance(before, dict) and before:
-        for name in [name for name, sha256 in code.items() if before.get(name, sha256) != sha256]:
-            log.warning("%s has changed since the last session of this run", name)
+    code = saved_run.warn_of_changed_code(claim.path)  # of a new run, none
     about = json_text({"began": datetime.now(UTC).isoformat(), **environment(), "code": code})
     typed = set(map(override_key, overrides))
     earlier = [text for text in saved_run.saved_overrides(claim.path) if override_key(text) not in typed]

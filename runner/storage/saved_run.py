@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -10,11 +11,14 @@ from typing import Any, NamedTuple
 
 from omegaconf import OmegaConf
 
+from runner.config import user_code
 from runner.config.errors import ABSENT, ConfigError
 from runner.config.yaml_file import plain_values, yaml_text
 from runner.storage.files import check_no_link, read_regular
-from runner.storage.run_directory import CONFIG, MAX_BYTES, OVERRIDES, saved_steps, step_name
+from runner.storage.run_directory import CONFIG, MAX_BYTES, OVERRIDES, read_environment, saved_steps, step_name
 from runner.system.secrets import printable, redacted_values
+
+log = logging.getLogger(__name__)
 
 _SEAL = b"# sha256 of the lines above: "
 
@@ -144,3 +148,14 @@ def checkpoints(path: Path) -> list[Path]:
     except OSError as error:
         why, remedy = f"it cannot be read ({error.strerror})", "make it readable, or name another run"
         raise ConfigError("resume", str(root), why, remedy) from None
+
+
+def warn_of_changed_code(directory: Path) -> dict[str, str]:
+    """Return the hashes of the code that is given; log which has changed since the last session of the run."""
+    now, then = user_code.given().hashes(), read_environment(directory).get("code")
+    known = then.items() if isinstance(then, dict) else ()
+    for name, sha256 in now.items():
+        before = [each for path, each in known if Path(path).name == Path(name).name]  # the folder here may be another
+        if before and sha256 not in before:
+            log.warning("%s has changed since the last session of this run", name)
+    return now

@@ -1,4 +1,4 @@
-"""State dicts with the versions of their modules, of which a module changes older ones when it loads them.
+"""State dicts with the versions of their modules, of which a module changes older ones when it loads them, and buffers.
 
 `torch.nn.Module.state_dict` has the versions in an attribute, `_metadata`, that new dicts and safetensors files lose.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -62,3 +63,33 @@ def read(file: Path) -> dict[str, Any]:
         tensors = OrderedDict(tensors)
         tensors._metadata = OrderedDict((name, {"version": number}) for name, number in versions.items())
     return tensors
+
+
+def fitted(module: Any, tensors: Mapping[str, Any], weights: Mapping[str, Any]) -> dict[str, tuple[Any, str, Any]]:
+    """Return, by name, the module, the key and a new buffer, without values, for each in `tensors` of another form.
+
+    The shape of a buffer is data: forward may assign one to what was None, or let it grow. So is its dtype, unless the
+    precision of the run, which that of its `weights` shows, is another one now.
+    """
+    import torch
+
+    found: dict[str, tuple[Any, str, Any]] = {}
+    dtypes = {(getattr(weights.get(name), "dtype", each.dtype), each.dtype) for name, each in module.named_parameters()}
+    converted = {then for then, now in dtypes if then != now}
+    for prefix, owner in module.named_modules():
+        for key, buffer in owner._buffers.items():
+            value = tensors.get(name := f"{prefix}.{key}" if prefix else key)
+            if not isinstance(value, torch.Tensor):
+                continue
+            dtype = value.dtype if buffer is None or value.dtype not in converted else buffer.dtype
+            if buffer is None or (buffer.shape, buffer.dtype) != (value.shape, dtype):
+                held = chain([buffer], owner.parameters(), owner.buffers(), module.parameters(), module.buffers())
+                device = next((each.device for each in held if each is not None), value.device)
+                found[name] = owner, key, torch.empty(value.shape, dtype=dtype, device=device)
+    return found
+
+
+def fit_buffers(module: Any, tensors: Mapping[str, Any], weights: Mapping[str, Any]) -> None:
+    """Give the buffers of `module` the forms that they have in `tensors` (see `fitted`)."""
+    for owner, key, buffer in fitted(module, tensors, weights).values():
+        owner._buffers[key] = buffer

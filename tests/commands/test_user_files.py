@@ -129,8 +129,30 @@ def test_a_saved_run_never_runs_its_code_unless_it_is_typed(here, capsys):
     assert_checkpoint_bitwise_equal(run, checkpoint_tensors(whole.directory))
     capsys.readouterr()
     assert evaluate.main([str(run), *typed[4:], "--checkpoint=last"]) == 0
-    assert "eval/accuracy" in capsys.readouterr().out
+    printed = capsys.readouterr()
+    assert "eval/accuracy" in printed.out
+    assert "has changed" not in printed.err
     assert verify.main([str(run), *typed[4:]]) == 0
+
+
+def test_code_that_has_changed_since_the_training_is_said_also_of_what_a_file_imports(here, caplog, capsys):
+    (here / "rates.py").write_text("RATE = 0.1\n")
+    for name in ("mine.py", "networks.py"):
+        (here / name).write_text(f"import rates\n{(here / name).read_text()}")
+    words = ["workload=mine.py", "model=networks.py:wide"]
+    run = runner.train([*words, *SMALL, "steps=1"]).directory
+    assert {"rates.py", "mine.py", "networks.py"} <= {*json.loads((run / "environment.json").read_text())["code"]}
+    runner.load(run, words).evaluate("last")
+    assert "has changed" not in caplog.text
+    (here / "rates.py").write_text("RATE = 0.2\n")
+    (here / "networks.py").write_text(f"{(here / 'networks.py').read_text()}# edited\n")
+    capsys.readouterr()
+    assert evaluate.main([str(run), *words, "--checkpoint=last"]) == 0
+    runner.load(run, ["model=networks.py:wide"]).model("last")
+    for said in (capsys.readouterr().err, caplog.text):
+        assert "networks.py has changed since the last session of this run" in said
+        assert "rates.py has changed since the last session of this run" in said
+        assert "mine.py has changed" not in said
 
 
 def test_a_stopped_agent_in_an_environment_of_a_module_resumes_as_printed(here):

@@ -152,27 +152,53 @@ class SparseBuffer(nn.Sequential):
         self.register_buffer("graph", torch.eye(4).to_sparse())
 
 
-class Unsaved(nn.Module):
-    """State that changes in training, some of it in attributes that `state_dict` does not have."""
+class Evolves(nn.Module):
+    """State in attributes, in buffers that are not saved, that begin as None, or whose form changes; all is used."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls, self.is_initialized, self.scale = 0, False, 2.0
-        self.register_buffer("mean", torch.zeros(5), persistent=False)
-        self.register_buffer("one", torch.ones(5), persistent=False)
-        self.register_buffer("saved", torch.zeros(5))
+        self.calls, self._started, self.temperature, self.phase, self.level = 0, False, 2.0, "warm", None
+        self.register_buffer("late", None)
+        self.register_buffer("grown", torch.zeros(0))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))  # float64 later
+        self.register_buffer("power", torch.ones(5), persistent=False)
+        self.register_buffer("late_power", None, persistent=False)
+        self.register_buffer("mask", torch.ones(5), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1  # in evaluations, too
+        self.grown = torch.cat([self.grown, torch.full((1,), 1 / self.calls)])
+        if self.training:
+            self.temperature *= np.exp(-0.1)
+            self._started, self.level = True, 0.1 * self.calls
+            self.phase = "warm" if self.calls < 3 else "cold"
+            self.late = torch.full((5,), 0.1) if self.late is None else self.late * 0.9
+            self.late_power = self.power.clone() if self.late_power is None else self.late_power * 0.8
+            self.count = self.count.double() + 0.1
+            self.power *= 0.9
+        shift = self.grown.sum() + self.count + (self.late if self.late is not None else 0)
+        scale = self.temperature * self.power * self.mask * (1.5 if self.phase == "warm" else 1.0)
+        x = x * scale.to(x) / (1 + 0.1 * self.calls)
+        return x + (shift * (self.level or 0) + (0 if self.late_power is None else self.late_power)).to(x)
+
+
+def evolving() -> nn.Module:
+    layers = {"first": nn.Linear(5, 5), "tanh": nn.Tanh(), "evolves": Evolves(), "last": nn.Linear(5, 3)}
+    return nn.Sequential(OrderedDict(layers))
+
+
+class Remembers(nn.Sequential):
+    """It keeps a list, and the mean of its last inputs, a number that each process has of its own samples."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(5, 3))
+        self.seen, self.constant, self.mean = list[float](), [1.0], 0.0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.training:
-            self.calls, self.is_initialized = self.calls + 1, True
-            self.mean += x.detach().mean(0)
-            self.saved += self.one
-        return x * self.scale
-
-
-class ChangesUnsaved(nn.Sequential):
-    def __init__(self) -> None:
-        super().__init__(Unsaved(), nn.Linear(5, 3))
+            self.mean = float(x.detach().mean())
+            self.seen.append(self.mean)
+        return super().forward(x)
 
 
 class Fails(nn.Sequential):

@@ -1,0 +1,111 @@
+"""The state of modules that no state dict has: plain values in their attributes, and buffers that are not saved."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from runner.parallel.collectives import bytes_of
+from runner.storage.state_dict import fit_buffers
+from runner.storage.value_checks import UnexpectedContentError
+
+_PLAIN = (bool, int, float, str, type(None))
+_OF_TORCH = {*vars(torch.nn.Module())}
+"""The attributes that each module has: its mode, hooks, parameters and buffers."""
+
+
+def plain_values(module: torch.nn.Module) -> dict[str, Any]:
+    """Return the numbers, texts and None in attributes of `module` and its submodules, by name."""
+    found: dict[str, Any] = {}
+    for prefix, each in module.named_modules():
+        for key, value in vars(each).items():
+            value = value.item() if type(value).__module__ == "numpy" and getattr(value, "shape", 0) == () else value
+            if type(value) in _PLAIN and key not in _OF_TORCH:
+                found[joined(prefix, key)] = value
+    return found
+
+
+def unsaved_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the dense buffers of `module` with `persistent=False`, by name."""
+    found: dict[str, torch.Tensor] = {}
+    for prefix, each in module.named_modules():
+        for key in getattr(each, "_non_persistent_buffers_set", ()):
+            buffer = each._buffers.get(key)
+            if buffer is not None and buffer.layout == torch.strided and not hasattr(buffer, "fake_mode"):
+                found[joined(prefix, key)] = buffer.detach()
+    return found
+
+
+def marks(module: torch.nn.Module) -> dict[str, Any]:
+    """Return what tells changes of `plain_values` and `unsaved_buffers`, by name."""
+    return plain_values(module) | {name: _digest(each) for name, each in unsaved_buffers(module).items()}
+
+
+def other_marks(module: torch.nn.Module) -> dict[str, Any]:
+    """Return what tells changes of other attributes of the user's modules, as lists and tensors, by name."""
+    found: dict[str, Any] = {}
+    for prefix, each in module.named_modules():
+        has_extra_state = type(each).get_extra_state is not torch.nn.Module.get_extra_state
+        if not has_extra_state and not type(each).__module__.startswith("torch."):
+            others = {key: value for key, value in vars(each).items() if key not in _OF_TORCH}
+            found |= {joined(prefix, key): _mark(value) for key, value in others.items() if type(value) not in _PLAIN}
+    return found
+
+
+def set_values(module: torch.nn.Module, values: Mapping[str, Any], weights: Mapping[str, Any]) -> None:
+    """Set plain values of attributes, and buffers, by name; `weights` are the tensors of the model at that time.
+
+    Raises:
+        UnexpectedContentError: if a name or a type is none that a run saves.
+    """
+    fit_buffers(module, values, weights)
+    buffers, modules = dict(module.named_buffers(remove_duplicate=False)), dict(module.named_modules())
+    for name, value in values.items():
+        prefix, _, key = name.rpartition(".")
+        if name in buffers and isinstance(value, torch.Tensor):
+            buffers[name].copy_(value)
+        elif prefix in modules and type(value) in _PLAIN and key not in _OF_TORCH:
+            vars(modules[prefix])[key] = value
+        else:
+            raise UnexpectedContentError(f"the attributes, {name}: {type(value).__name__}, which the network has not")
+
+
+@contextmanager
+def plain_values_kept(module: torch.nn.Module) -> Iterator[None]:
+    """A context at whose end plain values in attributes are those of before."""
+    before = [(each, {**vars(each)}) for each in module.modules()]
+    try:
+        yield
+    finally:
+        for each, attributes in before:
+            now = vars(each)
+            for key in [key for key in now if type(now[key]) in _PLAIN and key not in _OF_TORCH]:
+                if key not in attributes:
+                    del now[key]
+                elif type(attributes[key]) in _PLAIN:
+                    now[key] = attributes[key]
+
+
+def joined(prefix: str, key: str) -> str:
+    return f"{prefix}.{key}" if prefix else key
+
+
+def _digest(tensor: torch.Tensor) -> bytes:
+    form = f"{tensor.dtype} {tuple(tensor.shape)}".encode()
+    return hashlib.sha256(form + bytes_of(tensor).cpu().numpy().tobytes()).digest()
+
+
+def _mark(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        is_weight = value.requires_grad or value.layout != torch.strided or hasattr(value, "device_mesh")
+        return None if is_weight or hasattr(value, "fake_mode") else _digest(value)
+    if isinstance(value, dict):
+        return [(str(key), _mark(each)) for key, each in value.items()]
+    if isinstance(value, list | tuple | set | deque):
+        return [_mark(each) for each in value]
+    return value if type(value) in _PLAIN else None
