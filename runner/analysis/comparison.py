@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from runner.analysis.output import one_line
-from runner.analysis.saved_runs import REPEATS, MeasuredRun, find_runs, find_sweeps, is_locked, swept_keys
+from runner.analysis.saved_runs import MeasuredRun, find_runs, find_sweeps, is_locked, swept_keys
 from runner.analysis.significance import Contrast, contrast, corrected
 from runner.config.errors import ConfigError, check, did_you_mean
 from runner.config.overrides import as_typed, override_key
@@ -171,9 +171,9 @@ class Comparison:
         found = {index: each for index, each in every.items() if each}
         return dict(zip(found, corrected(list(found.values()), is_best=self.against is None), strict=True))
 
-    def _by_seed(self, row: Row) -> dict[tuple[str, ...], float]:
+    def _by_seed(self, row: Row) -> dict[str, float]:
         """Return the `quality` of a row by seed; of several runs with the same seed, the mean."""
-        values: dict[tuple[str, ...], list[float]] = {}
+        values: dict[str, list[float]] = {}
         for run in row.runs:
             if self.quality in (numbers := self.measured(run)):
                 values.setdefault(_seed(run), []).append(numbers[self.quality])
@@ -259,8 +259,9 @@ def _whole(reason: str) -> str:
     return one_line(redacted(reason), sys.maxsize)
 
 
-def _seed(run: MeasuredRun) -> tuple[str, ...]:
-    return tuple(repr(run.labels.get(key)) for key in REPEATS)
+def _seed(run: MeasuredRun) -> str:
+    """Return the seed of a run. Repeats with one seed are not independent of each other."""
+    return repr(run.labels.get("seed"))
 
 
 def _matching_metrics(runs: list[MeasuredRun], name: str | None) -> list[str]:

@@ -27,11 +27,13 @@ def find_best(path: Path) -> str | None:
     rows = [row for row in compared.rows if compared.quality in row.measures] if compared and compared.metric else []
     if not compared or not rows:
         return None
-    most = max(len(row.runs) for row in rows)
-    best = next(row for row in rows if len(row.runs) == most)
-    line = f"{compared.metric} {best.measures[compared.quality]}" + (f", the mean of {most} seeds" if most > 1 else "")
+    most = max(row.seeds for row in rows)
+    best = next(row for row in rows if row.seeds == most)
+    count = len(best.runs)
+    mean = f"{count} seeds" if count == most else f"{count} runs ({most} seed{'s' * (most > 1)})"
+    line = f"{compared.metric} {best.measures[compared.quality]}" + (f", the mean of {mean}" if count > 1 else "")
     words = shlex.join(f"{key}={format_value(value)}" for key, value in best.values.items())
-    name = words if most > 1 else best.runs[0].directory.name
+    name = words if count > 1 else best.runs[0].directory.name
     return printable(f"best {line}: {name}" if name else line)
 
 

@@ -23,7 +23,6 @@ from hydra._internal.utils import create_config_search_path
 from hydra.core.config_search_path import SearchPathQuery
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType
 from hydra.core.plugins import Plugins
 from hydra.core.utils import JobRuntime, setup_globals
@@ -32,7 +31,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
-from runner.config import references, user_code
+from runner.config import references, sweep_functions, user_code
 from runner.config.errors import ABSENT, ConfigError, check, did_you_mean
 from runner.config.hydra_errors import config_error
 from runner.config.option_source import OptionFiles, modified
@@ -117,7 +116,18 @@ class Composer:
     def parse(self, overrides: list[str]) -> list[Override]:
         """Parse overrides with Hydra's grammar."""
         with composition_errors():
-            return OverridesParser.create(self._loader).parse_overrides(overrides)
+            return sweep_functions.parser(self._loader).parse_overrides(overrides)
+
+    def has_group(self, name: str) -> bool:
+        return self._loader.repository.group_exists(name)
+
+    def is_study(self, word: str) -> bool:
+        """Return whether the option that the override `word` of a config group chooses may say what is swept."""
+        group, _, option = word.lstrip("+").replace("'", "").partition("=")
+        if group in _GLOBAL_GROUPS:
+            return True  # also by its own defaults list
+        found = self._loader.repository.load_config(f"{group}/{option}")
+        return found is not None and "hydra" in found.config
 
     def _load(self, overrides: list[str], mode: RunMode) -> DictConfig:
         words = [*user_code.expanded(with_several_trackers(overrides), is_new=self._root != _SAVED)]

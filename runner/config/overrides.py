@@ -112,6 +112,8 @@ def quoted(word: str, sweep: bool) -> str:
         return word
     key, value = match["key"], match["value"]
     name = key.lstrip("+")
+    if sweep and _FUNCTION.match(value):
+        return word
     if name in groups_in_defaults():
         if value == "null":
             return f"~{name}"  # Hydra's syntax for a group without an option
@@ -119,7 +121,7 @@ def quoted(word: str, sweep: bool) -> str:
         return f"{key}={','.join(parts)}"
     if name in _LISTS_OF_TEXTS and value.startswith("["):  # the column 1_0 is not the column 10
         return f"{key}={_LIST_ITEM.sub(_quoted_item, value)}"
-    if value[:1] in "'\"[{" or (sweep and _FUNCTION.match(value)):
+    if value[:1] in "'\"[{":
         return word
     if _NESTED_REFERENCE.search(value):  # which Hydra's grammar does not know
         parts = _PARTS_WITH_REFERENCES.findall(value) if sweep else [value]

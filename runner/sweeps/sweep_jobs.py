@@ -1,8 +1,5 @@
 """The jobs of a sweep: converts the overrides that the user typed to dimensions, combines their values, and plans the
 command, the run directory and the resources of each job.
-
-Paired values, as in `pairs=zip(optimizer=[sgd,adam],optimizer.lr=[0.1,0.001])`, have the syntax that Hydra has proposed
-for a later version (docs/design/zipped_sweeps.md in its repository).
 """
 
 from __future__ import annotations
@@ -12,16 +9,15 @@ import itertools
 import json
 import math
 import os
-import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.types import IntervalSweep, Override
 from hydra.errors import HydraException
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from runner.config.composition import Composer, composition_errors
@@ -31,24 +27,18 @@ from runner.config.hydra_errors import explain
 from runner.config.options import groups_in_defaults, option_files
 from runner.config.overrides import is_sweep_option, override_key, override_value, quoted
 from runner.config.schema import build, load_class
+from runner.config.sweep_functions import MAX_JOBS
 from runner.config.user_code import is_file
 from runner.run import build_run, config_hash
 from runner.storage.run_directory import job_name
 from runner.sweeps.engines.base import Demand, Engine, Job
 from runner.sweeps.ledger import SHARED_KEYS, console_file
-from runner.sweeps.search_space import Dimension, Interval
+from runner.sweeps.search_space import Dimension
+from runner.sweeps.sweep_values import interval_of, parse_zip, words_of
 from runner.workloads.base import Workload
-
-MAX_JOBS = 10_000
-"""The maximum number of jobs in a sweep. A larger sweep is probably a typing error, or should be divided."""
 
 REFUSALS = (ConfigError, HydraException, OmegaConfBaseException)
 """The errors that are raised if a config cannot run."""
-
-_ZIP = re.compile(r"(?P<name>[\w.-]+)=zip\((?P<members>.*)\)", re.DOTALL)
-_NEXT_MEMBER = re.compile(r",\s*(?=[+]{0,2}[\w./@-]+=)")
-_MEMBER = re.compile(r"(?P<key>[+]{0,2}[\w./@-]+)=\[(?P<values>.*)\]", re.DOTALL)
-_EXAMPLE = "'pairs=zip(optimizer=[sgd,adam],optimizer.lr=[0.1,0.001])'"
 
 
 class SweepJobs:
@@ -71,19 +61,34 @@ class SweepJobs:
     def __init__(self, composer: Composer, overrides: list[str]):
         self._composer = composer
         typed = [word for word in overrides if not override_key(word).startswith("hydra.")]  # each job resolves them
+        zips = [word for word in typed if parse_zip(word)]
+        parsed = composer.parse([word for word in typed if word not in zips])
+        swept = [each for each in parsed if each.is_sweep_override()]
         # Only the jobs set keys of groups, which may be swept, and may choose files, which Hydra does not know
-        of_jobs = {word for word in typed if is_file(word) or _ZIP.fullmatch(word) or "." in override_key(word)}
-        self._config = composer.sweep([word for word in overrides if word not in of_jobs or is_sweep_option(word)])
-        with composition_errors():
-            node: Any = OmegaConf.to_container(self._config, resolve=False).get("sweep")  # type: ignore[union-attr]
-            params = [f"{key}={value}" for key, value in (self._config.hydra.sweeper.params or {}).items()]
-        for word in filter(is_file, params):
-            raise ConfigError(word, ABSENT, "an option file cannot choose code", "type it")
+        of_jobs = {word for word in typed if is_file(word) or word in zips or "." in override_key(word)}
+        of_jobs |= {str(each.input_line) for each in swept}
+        of_all = [word for word in overrides if word not in of_jobs or is_sweep_option(word)]
+        self._config, node, params = self._composed(of_all)
+        members = [quoted(member, sweep=True) for word in zips for member in (parse_zip(word) or ("", []))[1]]
+        groups = [
+            each
+            for each in (*swept, *composer.parse(members))
+            if composer.has_group(each.get_key_element().lstrip("+"))
+        ]
+        words = [word for each in groups for [word] in words_of(each, composer.has_group) if not is_file(word)]
+        self._studies = {word: self._composed([*of_all, word])[1:] for word in words if composer.is_study(word)}
+        """For each option that is swept, and may sweep itself: its node `sweep`, and what it sweeps."""
+        if nodes := [of_study for of_study, _ in self._studies.values()]:
+            key, node = groups[0].get_key_element(), nodes[0]
+            why = "its options say differently how the sweep is run"
+            remedy = "type what differs (sweep.slots=1, for example), or sweep them one after the other"
+            check(all(each == node for each in nodes), key, ABSENT, why, remedy)
         check(isinstance(node, dict), "sweep", node, "nothing is chosen", "choose one of the options in conf/sweep/")
         self.engine = build(node, Engine, "sweep")
-        zips = {word: pairs for word in (*params, *overrides) if (pairs := parse_zip(word))}
-        parsed = composer.parse([word for word in [*params, *typed] if word not in zips])
-        found = [*map(self._dimension, parsed), *(self._pairs(word, *pairs) for word, pairs in zips.items())]
+        of_file, found = self._dimensions(params), self._dimensions(typed)
+        all_typed = {key for each in found for key in each.keys}
+        found = [*of_file, *(self._with_studies(each, all_typed) for each in found)]
+        found.sort(key=lambda each: override_key(each.name) not in each.keys)  # paired values last
         last = list({each.keys: each for each in found}.values())  # what is typed later counts
         shared = [each for each in last if any(key.partition(".")[0] in SHARED_KEYS for key in each.keys)]
         for each in shared:
@@ -118,14 +123,47 @@ class SweepJobs:
         """
         return self._composer.job(self._config, number, [*overrides, *self.common])
 
+    def _composed(self, words: list[str]) -> tuple[DictConfig, Any, list[str]]:
+        """Return the config of the sweep that `words` compose, its node `sweep`, and the overrides of option files."""
+        config = self._composer.sweep(words)
+        with composition_errors():
+            node: Any = OmegaConf.to_container(config, resolve=False).get("sweep")  # type: ignore[union-attr]
+            params = [f"{key}={value}" for key, value in (config.hydra.sweeper.params or {}).items()]
+        for word in filter(is_file, params):
+            raise ConfigError(word, ABSENT, "an option file cannot choose code", "type it")
+        return config, node, params
+
+    def _dimensions(self, words: list[str]) -> list[Dimension]:
+        zips = {word: pairs for word in words if (pairs := parse_zip(word))}
+        parsed = self._composer.parse([word for word in words if word not in zips])
+        return [*map(self._dimension, parsed), *(self._pairs(word, *pairs) for word, pairs in zips.items())]
+
+    def _with_studies(self, swept: Dimension, typed: Collection[str]) -> Dimension:
+        """Return a dimension that also has what its options sweep over themselves, as `experiment=a,b` may do.
+
+        Each option is combined with the values in its own `hydra.sweeper.params`, except for keys that are `typed`.
+        """
+        keys, choices = dict.fromkeys(swept.keys), list[list[str]]()
+        for words in swept.choices:
+            params = [param for word in words for param in self._studies.get(word, (None, []))[1]]
+            inner = [each for each in self._dimensions(params) if not set(each.keys) & {*typed}]
+            for each in inner:
+                why = f"{' '.join(words)} searches an interval of it, and is swept itself"
+                check(each.interval is None, each.name, ABSENT, why, "search the options one after the other")
+                keys |= dict.fromkeys(each.keys)
+            choices += [
+                [*words, *itertools.chain(*row)] for row in itertools.product(*(each.choices for each in inner))
+            ]
+        return Dimension(swept.name, tuple(keys), choices, swept.interval)
+
     def _dimension(self, override: Override) -> Dimension:
         key, value = override.get_key_element(), override.value()
         typed = str(override.input_line).partition("=")[2]
         if isinstance(value, IntervalSweep):
             why = "an interval has no list of values"
             check(self.engine.search is not None, key, typed, why, f"{key}=1,2,3, or sweep.search=tpe to search it")
-            return Dimension(key, (override_key(key),), [[]], _interval(key, typed, value))
-        words = _words(override)
+            return Dimension(key, (override_key(key),), [[]], interval_of(key, typed, value))
+        words = words_of(override, self._composer.has_group)
         check(bool(words), key, typed, "it has no values", f"{key}=range(0,10)")
         [(most, count)] = Counter(word for [word] in words).most_common(1)
         check(count == 1, key, typed, f"{most.partition('=')[2]} is in it twice", "leave one out")
@@ -134,62 +172,13 @@ class SweepJobs:
     def _pairs(self, word: str, name: str, members: list[str]) -> Dimension:
         """Return the dimension for `word`, an override of the form `NAME=zip(KEY=[…],KEY=[…])`."""
         overrides = self._composer.parse([quoted(member, sweep=True) for member in members])
-        values = {override_key(override.get_key_element()): _words(override) for override in overrides}
+        has_group = self._composer.has_group
+        values = {override_key(override.get_key_element()): words_of(override, has_group) for override in overrides}
         listed = ", ".join(f"{key} has {len(words):,}" for key, words in values.items())
         why = f"paired keys must have the same number of values: {listed}"
         check(len({*map(len, values.values())}) == 1, name, word.partition("=")[2], why, "add or remove some")
         rows = zip(*values.values(), strict=True)
         return Dimension(name, tuple(values), [list(itertools.chain(*row)) for row in rows])
-
-
-def parse_zip(word: str) -> tuple[str, list[str]] | None:
-    """Parse `NAME=zip(…)`: `pairs=zip(a=[1,2],b=[3,4])` gives `("pairs", ["a=1,2", "b=3,4"])`, others None.
-
-    Raises:
-        ConfigError: if fewer than two keys are paired, or a value is not a list.
-    """
-    found = _ZIP.fullmatch(word)
-    if found is None:
-        return None
-    name, value = found["name"], word.partition("=")[2]
-    members = {}
-    for text in _NEXT_MEMBER.split(found["members"]):
-        member = _MEMBER.fullmatch(text.strip())
-        if member is None:
-            raise ConfigError(name, value, f"{text.strip()!r} is not of the form KEY=[VALUE,VALUE]", _EXAMPLE)
-        key = member["key"].lstrip("+")
-        check(key not in members, name, value, f"{key} is in it twice", "leave one out")
-        members[key] = f"{member['key']}={member['values']}"
-    check(len(members) > 1, name, value, "it pairs fewer than two keys", _EXAMPLE)
-    return name, list(members.values())
-
-
-def _interval(key: str, typed: str, value: IntervalSweep) -> Interval:
-    low, high, log = value.start, value.end, "log" in value.tags
-    remedy = f"{key}=interval(LOW,HIGH) with LOW < HIGH, or {key}=tag(log,interval(1e-4,1))"
-    if not (isinstance(low, int | float) and isinstance(high, int | float) and -math.inf < low < high < math.inf):
-        raise ConfigError(key, typed, "the interval is empty or not finite", remedy)
-    check(value.tags <= {"log"}, key, typed, "the only tag of an interval is log", remedy)
-    check(low > 0 or not log, key, typed, "a logarithm needs values above 0", remedy)
-    return Interval(low, high, log, isinstance(low, int) and isinstance(high, int))
-
-
-def _words(override: Override) -> list[list[str]]:
-    """Return a list of one override for each value: `lr=1,2` gives `[["lr=1"], ["lr=2"]]`.
-
-    A range may have billions of values: no more than one beyond `MAX_JOBS` is listed.
-    """
-    if not override.is_sweep_override():
-        return [[str(override.input_line)]]
-    key = override.get_key_element()
-    try:
-        values = list(itertools.islice(override.sweep_string_iterator(), MAX_JOBS + 1))
-    except (ValueError, ArithmeticError):
-        why = "a range needs numbers, and a step that is not 0"
-        raise ConfigError(key, str(override.input_line).partition("=")[2], why, f"{key}=range(0,10,1)") from None
-    words = [f"{key}={value}" for value in values]
-    unescaped = [word.replace("\\:", ":") for word in words]
-    return [[plain if is_file(plain) else word] for plain, word in zip(unescaped, words, strict=True)]
 
 
 class Planner:

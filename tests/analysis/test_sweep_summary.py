@@ -132,6 +132,16 @@ def test_jobs_that_differ_only_in_their_seed_are_compared_by_their_mean(tmp_path
     assert find_best(seeds) == "eval/accuracy 0.800 ± 0.071, the mean of 2 seeds"
 
 
+def test_repeats_of_a_seed_are_runs_and_no_other_seeds(tmp_path):
+    rates: list[Job] = [([f"optimizer.lr={rate}"], value) for rate, value in (("1", 0.7), ("1", 0.7), ("2", 0.8))]
+    assert find_best(save_sweep(tmp_path / "rates", *rates)) == "best eval/accuracy 0.8: 002-job"
+    repeats: list[Job] = [([f"repeat={repeat}"], 0.7) for repeat in range(3)]
+    assert (
+        find_best(save_sweep(tmp_path / "a", *repeats))
+        == "eval/accuracy 0.70000 ± 0.00000, the mean of 3 runs (1 seed)"
+    )
+
+
 def test_a_sweep_without_results_has_no_best_job_and_no_summary(tmp_path):
     path = save_sweep(tmp_path / "sweep", (["seed=0"], None), (["seed=1"], None))
     for each in (path, tmp_path / "absent"):

@@ -6,9 +6,11 @@ from hydra.errors import HydraException
 
 from runner.config.composition import Composer
 from runner.config.errors import ConfigError
+from runner.config.overrides import quoted
 from runner.sweeps.engines.base import Demand
 from runner.sweeps.search_space import Interval
-from runner.sweeps.sweep_jobs import Planner, SweepJobs, parse_zip
+from runner.sweeps.sweep_jobs import Planner, SweepJobs
+from runner.sweeps.sweep_values import parse_zip
 
 
 def jobs(*overrides: str) -> SweepJobs:
@@ -47,6 +49,81 @@ def test_pairs_that_are_typed_count_and_not_those_of_an_option_file(tmp_path):
     assert of_file.swept == ["epochs", "seed", "batch_size"]
     rest = ["epochs=3", "experiment=mine"]
     assert [*both] == [[*rest, "seed=5", "batch_size=7"], [*rest, "seed=6", "batch_size=8"]]
+
+
+@pytest.mark.cases(
+    ("optimizer.lr=range(0.1,0.8,0.1)", [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7]),
+    ("optimizer.lr=range(0.5,0.1,-0.1)", [0.5, 0.4, 0.3, 0.2]),
+    ("optimizer.lr=range(1e-3,3e-3,1e-3)", [0.001, 0.002]),
+    ("optimizer.lr=sort(range(0.1,0.4,0.1),reverse=true)", [0.3, 0.2, 0.1]),
+    ("optimizer.lr=float(range(1,4))", [1.0, 2.0, 3.0]),
+    ("seed=sort(range(1,10,4),reverse=true)", [9, 5, 1]),
+    ("seed=range(3)", [0, 1, 2]),
+    ("accumulation=range(1,3)", ["'1'", "'2'"]),
+    ("accumulation=choice(1,2)", ["'1'", "'2'"]),
+    ("precision=choice(bf16,32)", ["bf16", "'32'"]),
+    ("precision=sort(64,16,32)", ["'16'", "'32'", "'64'"]),
+)
+def test_ranges_are_decimal_and_functions_may_list_options_that_are_numbers(word, values):
+    found = jobs(quoted(word, sweep=True))
+    assert [*found] == [[f"{word.partition('=')[0]}={value}"] for value in values]
+    Planner(found, None)  # the first one can be composed
+
+
+@pytest.mark.cases(
+    ("seed=shuffle(range(0,9))", 9), ("precision=shuffle(bf16,32,64,16)", 4), ("seed=shuffle(choice(5,6,7,8))", 4)
+)
+def test_a_shuffled_sweep_has_the_same_order_when_it_is_resumed(word, count):
+    first, again = ([*jobs(quoted(word, sweep=True))] for _ in range(2))
+    assert first == again
+    assert len({*map(tuple, first)}) == count
+    assert first != sorted(first)
+
+
+def test_a_glob_of_a_key_lists_files_and_a_glob_of_a_group_its_options(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("b.csv", "a 1.csv", "c.tsv", "sub/d.csv"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    assert [*jobs("data.file=glob(*.csv)")] == [["data.file='a 1.csv'"], ["data.file='b.csv'"]]
+    assert [*jobs("data.file=glob([**/*.csv,*.tsv],exclude=a*)")] == [
+        [f"data.file='{name}'"] for name in ("b.csv", "c.tsv", "sub/d.csv")
+    ]
+    assert [*jobs("model=glob(resnet*)")] == [["model=resnet18"], ["model=resnet50"]]
+    with pytest.raises(ConfigError, match=r"^data\.file: got 'glob\(\*\.txt\)': no file"):
+        jobs("data.file=glob(*.txt)")
+
+
+def write_experiment(directory, name, params, sweep="{slots: 1}"):
+    directory.mkdir(exist_ok=True)
+    text = f"# @package _global_\nname: {name}\nsweep: {sweep}\nhydra: {{sweeper: {{params: {params}}}}}\n"
+    (directory / f"{name}.yaml").write_text(text)
+
+
+def test_each_swept_experiment_is_combined_with_what_it_sweeps_itself(tmp_path):
+    write_experiment(tmp_path / "experiment", "a", "{optimizer.lr: '0.1,0.2', seed: '1,2'}")
+    write_experiment(tmp_path / "experiment", "b", "{batch_size: '8,16'}")
+    composer = Composer(str(tmp_path))
+    found = SweepJobs(composer, ["experiment=a,b"])
+    of_a = [["experiment=a", f"optimizer.lr={lr}", f"seed={seed}"] for lr in ("0.1", "0.2") for seed in (1, 2)]
+    assert [*found] == [*of_a, ["experiment=b", "batch_size=8"], ["experiment=b", "batch_size=16"]]
+    assert (found.swept, found.engine.slots) == (["experiment", "optimizer.lr", "seed", "batch_size"], 1)
+    paired = SweepJobs(composer, ["p=zip(experiment=[a,b],epochs=[1,2])", "seed=7", "optimizer.lr=0.3"])
+    assert [*map(sorted, paired)] == [
+        sorted(["seed=7", "optimizer.lr=0.3", *words])
+        for words in (
+            ["experiment=a", "epochs=1"],
+            ["experiment=b", "epochs=2", "batch_size=8"],
+            ["experiment=b", "epochs=2", "batch_size=16"],
+        )
+    ]
+    write_experiment(tmp_path / "experiment", "c", "{seed: '1,2'}", sweep="{slots: 2}")
+    with pytest.raises(ConfigError, match=r"^experiment: its options say differently how"):
+        SweepJobs(composer, ["experiment=a,c"])
+    assert len(SweepJobs(composer, ["experiment=a,c", "sweep.slots=1"])) == 6
+    write_experiment(tmp_path / "experiment", "d", "{optimizer.lr: 'interval(0,1)'}", sweep="{search: random}")
+    with pytest.raises(ConfigError, match=r"^optimizer.lr: experiment=d searches an interval"):
+        SweepJobs(composer, ["experiment=choice(d)"])
 
 
 @pytest.mark.parametrize("prefix", ["", "++"])
