@@ -212,6 +212,7 @@ class State:
         is_older = not {"buffers", "replicas"} & local.keys()  # without the state of a loss, `random` and NumPy
         like |= {"loss": [dict]} if "loss" in shared or not is_older else {}
         like |= {"attributes": {str: object}} if "attributes" in shared else {}
+        like |= {"workload": {str: float}} if "workload" in shared else {}  # not in an older one
         check_like(shared, like, "the state")
         if shared["best"]:
             check_like(shared["best"], {"metric": str, "value": float, "step": int}, "the best evaluation")
@@ -226,6 +227,7 @@ class State:
         run.precision.load_state_dict(shared["precision"])
         self.step, self.metrics, self.best = checkpoint.step, shared["metrics"], shared["best"]
         self.logged_step = shared["logged"]
+        run.workload.load_shared_state(shared.get("workload", {}))
         self.metric_buffer.load(self.session.collectives.local_share(shared["window"]), self.step)
         run.parallel.load_local_state(self.model, self.optimizer, local.get("parallel", {}))
         if run.ema.decay and local.get("ema"):
@@ -278,6 +280,7 @@ class State:
             "stop": self.stopping.state_dict(),
             "loss": loss,
             "attributes": attributes,
+            "workload": run.workload.shared_state(),
         }
         local = {
             "workload": copy.deepcopy(run.workload.state_dict()),

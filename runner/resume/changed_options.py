@@ -25,9 +25,8 @@ _HOW = (
 _AT_THE_START = ("model.weights", "model.reset_head")
 """Options in `may_change_on_resume` that a resumed run no longer reads: they may be taken back, but not set."""
 
-_DISTINCT = (*_AT_THE_START, "workload.env_steps", "data.root", "data.file")
-"""Options in `may_change_on_resume` that distinguish runs: the weights that they begin with, their lengths, their data.
-"""
+_DISTINCT = (*_AT_THE_START, "workload.env_steps", "workload.epsilon_fraction", "data.root", "data.file")
+"""Options in `may_change_on_resume` that distinguish runs: what they begin with, their schedules, their data."""
 
 
 class Difference(NamedTuple):

@@ -223,6 +223,13 @@ class Workload(ABC):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state that `state_dict` returned; raises `UnexpectedContentError` if it is another one."""
 
+    def shared_state(self) -> dict[str, float]:
+        """Return the numbers that checkpoints save for all ranks, of any number of processes."""
+        return {}
+
+    def load_shared_state(self, state: dict[str, float]) -> None:
+        """Restore what `shared_state` returned; raises `UnexpectedContentError` if it is something else."""
+
     def parts(self) -> dict[str, Part]:
         """Return large state of this rank that grows, but does not change, by name: checkpoints share its files."""
         return {}

@@ -26,6 +26,7 @@ from runner.tracking.metrics import BatchSums, MetricSums, batch_sums
 from runner.workloads.base import Workload
 from runner.workloads.dqn import evaluation
 from runner.workloads.dqn.actor import Actor, Policy, Repeats, check_saved, greedy_policy
+from runner.workloads.dqn.annealing import Annealing
 from runner.workloads.dqn.frame_replay import MAX_FRAMES, FrameReplay
 from runner.workloads.dqn.replay import NStepBuffer, Replay, Transitions, check_host_memory, memory_errors, saved_bytes
 
@@ -78,7 +79,7 @@ class DQN(Workload):
     forward_passes: ClassVar[int] = 5  # also of the next observation, by the network and by the target network
     outputs_are_scores: ClassVar[bool] = True
     may_change_on_resume: ClassVar[tuple[str, ...]] = (
-        *("env_steps", "replay_device", "save_replay"),
+        *("env_steps", "epsilon_fraction", "replay_device", "save_replay"),
         *("eval_episodes", "eval_epsilon", "record_video"),
     )
 
@@ -103,6 +104,7 @@ class DQN(Workload):
         why = f"the warm-up takes {self.warm_up} steps, which leaves none for the first update"
         remedy = f"use at least workload.env_steps={min_env_steps}"
         check(self.env_steps >= min_env_steps, "env_steps", self.env_steps, why, remedy)
+        self._epsilon = Annealing(self.epsilon_start, self.epsilon_final, self.epsilon_fraction, self.env_steps)
         self._actor: Actor | None = None
         self._batches: Generator[Transitions] | None = None
         self._saved: dict[str, Any] = {}
@@ -190,7 +192,7 @@ class DQN(Workload):
             for step in itertools.count(after_step + 1 + index, count):
                 while actor.num_steps < self._due(step):
                     warming = actor.num_steps * self._count < self.warm_up
-                    actor.step(None if warming else policy, self._epsilon(actor.num_steps * self._count))
+                    actor.step(None if warming else policy, self._epsilon.value(actor.num_steps * self._count))
                 possible = actor.possible_returns(device)
                 # Sampled once per step, so that the transitions do not depend on the number of micro-batches.
                 for rows in actor.sample(sum(sizes)).split_with_sizes(sizes):
@@ -211,11 +213,6 @@ class DQN(Workload):
     def _due(self, step: int) -> float:
         """Return the number of environment steps of each process before optimizer step `step`; it may be fractional."""
         return (self.warm_up + step / self.replay_ratio - 1e-6) / self._count  # a rounding error must not add a step
-
-    def _epsilon(self, env_steps: int) -> float:
-        """Return the probability of a random action after `env_steps` steps of all processes."""
-        progress = min(1.0, env_steps / max(self.epsilon_fraction * self.env_steps, 1))
-        return self.epsilon_start + (self.epsilon_final - self.epsilon_start) * progress
 
     def _new_actor(self, plan: Plan, device: torch.device) -> Actor:
         num_envs = envs_per_process(self.env.num_envs, plan.num_data_ranks)
@@ -254,12 +251,11 @@ class DQN(Workload):
                 raise ConfigError("resume", ABSENT, why, "do not trust it, and resume another checkpoint") from None
         else:
             replay.begun = last_step
-            epsilon = self._epsilon(math.ceil(self._due(last_step)) * self._count)
+            epsilon = self._epsilon.value(math.ceil(self._due(last_step)) * self._count)
             while actor.num_steps * self._count < self.warm_up:
                 actor.step(policy, 1.0 if policy is None else epsilon)
-            steps = "random steps" if policy is None else "steps of the agent"
-            text = "no replay buffer of this size was saved for this process: %d %s fill it"
-            log.warning(text, actor.num_steps, steps)
+            steps = f"{actor.num_steps} {'random steps' if policy is None else 'steps of the agent'}"
+            log.warning("no replay buffer of this size was saved for this process: %s fill it", steps)
         # The count is a function of the optimizer step, for any number of processes: extra warm-up steps do not count.
         num_envs = actor.vector.num_envs
         actor.num_steps = math.ceil(self._due(last_step) / num_envs) * num_envs
@@ -304,7 +300,7 @@ class DQN(Workload):
         now, (last_time, last_env_steps) = _training_time(), self._logged
         self._logged = (now, env_steps)
         return self._actor.take_episodes() | {
-            "episode/epsilon": self._epsilon(env_steps),
+            "episode/epsilon": self._epsilon.value(env_steps),
             "time/env_steps_per_second": (env_steps - last_env_steps) / (now - last_time),
         }
 
@@ -328,6 +324,12 @@ class DQN(Workload):
         elif state:
             check_like(state, {"best": float}, "the agent")
         self._best = state.get("best", -math.inf)
+
+    def shared_state(self) -> dict[str, float]:
+        return self._epsilon.state()
+
+    def load_shared_state(self, state: dict[str, float]) -> None:
+        self._epsilon.load(state)
 
     def parts(self) -> dict[str, Part]:
         return self._actor.replay.parts() if self._actor is not None and self.save_replay else {}

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import shutil
 from collections.abc import Callable
 from typing import Any, ClassVar
 from unittest import mock
@@ -225,6 +226,31 @@ def test_an_agent_logs_its_curves(agent):
     assert [value for _, value in seen["episode/epsilon"]] == pytest.approx(epsilon)
     assert run.result.best["metric"] == "eval/return"  # pyright: ignore
     assert run.result.notes["env_steps"] == 280  # pyright: ignore
+
+
+def test_a_longer_resume_goes_on_with_the_epsilon_it_had_unless_another_fraction_is_asked_for(agent, caplog):
+    short = ("log_every=20", "workload.epsilon_fraction=0.5", "workload.env_steps=320", "workload.warm_up=120")
+    longer = (*short, "workload.env_steps=800")
+    first = agent(*short)
+
+    def resumed(*words: str) -> dict[int, float]:
+        target = first.directory.with_name(f"run{len(words)}")
+        shutil.copytree(first.directory, target)
+        with caplog.at_level("INFO", logger="runner"):
+            return dict(scalar_curves(agent(*words, directory=target.name).directory)["episode/epsilon"])
+
+    kept, asked = resumed(*longer), resumed(*longer, "workload.epsilon_fraction=0.9")
+    final = 0.1
+    for curve, steps in ((kept, 160), (asked, 720)):
+        for step, epsilon in curve.items():
+            begun = 160 if step <= first.result.steps else steps
+            wanted = 1 + (final - 1) * min(1, (120 + step / first.run.workload.replay_ratio) / begun)
+            assert epsilon == pytest.approx(wanted)
+    assert max(step for step in kept) > first.result.steps
+    assert [text.partition(" environment")[0] for text in caplog.messages if "annealed" in text] == [
+        "epsilon is still annealed over the first 160",
+        "epsilon is annealed over 720",
+    ]
 
 
 class Corridor(gymnasium.Env):
