@@ -65,7 +65,7 @@ class Trial:
     optuna: optuna.Trial
     jobs: dict[int, Job]
     events: list[EventReader]
-    num_reported: int  # how many of its evaluations the study knows
+    num_reported: int  # how many of its evaluations the pruner has seen
     codes: dict[int, int] = field(default_factory=dict)
     values: list[float] = field(default_factory=list)
     is_paused: bool = False
@@ -112,7 +112,7 @@ class Search(JobSource):
             words = frozen.user_attrs.get("overrides", [])  # those of the best one are printed and written
             check(self._space.contains(words), "resume", "auto", f"{ledger.path / STUDY} is damaged", _REMEDY)
             if not frozen.state.is_finished():  # an earlier command was stopped before its end
-                self._add(optuna.Trial(self._study, frozen._trial_id), len(frozen.intermediate_values))
+                self._add(optuna.Trial(self._study, frozen._trial_id), frozen.last_step or 0)
 
     @property
     def num_trials(self) -> int:
@@ -183,7 +183,7 @@ class Search(JobSource):
             words = overrides if self._seed is None else [*overrides, f"seed={self._seed + k}"]
             jobs[number] = self._plan(number, words)
         self._queue += jobs.values()
-        events = [EventReader(job.directory, [self.objective.tag]) for job in jobs.values()]
+        events = [EventReader(job.directory, [self.objective.tag], finite=False) for job in jobs.values()]
         added = self._trials[trial.number] = Trial(trial, jobs, events, num_reported)
         if any(self._ledger.jobs.get(number, {}).get("state") == "pruned" for number in jobs):
             self._pause(added)
@@ -192,7 +192,7 @@ class Search(JobSource):
         """Report the new evaluations of a trial to the pruner, and pause the trial if it is worse than others.
 
         An evaluation counts as soon as all jobs of the trial that have evaluated at all have reached it; its value is
-        the mean over these jobs.
+        the mean over these jobs. One in which the metric is not defined counts, but is not reported.
         """
         if self.options.prune is None or trial.is_paused:
             return
@@ -200,7 +200,9 @@ class Search(JobSource):
         values = [[value for _, value in sorted(curve.items())] for curve in curves if curve]
         for evaluated in list(zip(*values, strict=False))[trial.num_reported :]:
             trial.num_reported += 1
-            trial.optuna.report(statistics.fmean(evaluated), trial.num_reported)
+            if not math.isfinite(value := statistics.fmean(evaluated)):
+                continue
+            trial.optuna.report(value, trial.num_reported)
             self._may_promote = True
             if trial.optuna.should_prune():
                 self._pause(trial)

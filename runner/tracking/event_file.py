@@ -110,17 +110,17 @@ def picture(tag: str, encoded: bytes, height: int, width: int) -> Summary:
 class EventReader:
     """The scalars in the event files of the run in `directory`, which may still be running.
 
-    `tags` are those to read; None for all. Each file is read up to its first damaged event. If there is more than can
-    be read, a warning is logged.
+    `tags` are those to read; None for all. If `finite`, other values are left out. Each file is read up to its first
+    damaged event. If there is more than can be read, a warning is logged.
     """
 
-    def __init__(self, directory: Path, tags: Container[str] | None = None):
-        self._directory, self._tags, self._left = directory, tags, MAX_POINTS
+    def __init__(self, directory: Path, tags: Container[str] | None = None, finite: bool = True):
+        self._directory, self._tags, self._finite, self._left = directory, tags, finite, MAX_POINTS
         self._curves: dict[str, dict[int, float]] = {}
         self._ends: dict[Path, int] = {}  # how many bytes of each file have been read
 
     def read(self) -> dict[str, dict[int, float]]:
-        """Read what was written since the last call, and return all finite values by tag and, in order, by step.
+        """Read what was written since the last call, and return all values by tag and, in order, by step.
 
         Of steps that a resumed session has repeated, its values are returned.
         """
@@ -143,7 +143,8 @@ class EventReader:
                     values.popitem()
         for each in event.summary.value:
             wanted = self._tags is None or each.tag in self._tags
-            if wanted and each.HasField("simple_value") and math.isfinite(each.simple_value):
+            is_read = wanted and each.HasField("simple_value")
+            if is_read and (math.isfinite(each.simple_value) or not self._finite):
                 self._curves.setdefault(each.tag, {})[event.step] = each.simple_value
 
     def _new_events(self, path: Path) -> Iterator[Any]:

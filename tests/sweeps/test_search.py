@@ -396,6 +396,21 @@ def test_the_median_rule_compares_with_four_others_and_pruned_trials_stay_pruned
     assert [state for state, _, _ in study(source)] == ["COMPLETE"] * 4 + ["PRUNED"] * 4
 
 
+def test_an_evaluation_without_a_value_counts_when_trials_are_compared(tmp_path):
+    """The best trial is not defined at its first evaluation; its second one, 0.5, is compared with second ones, 0.6."""
+
+    def loss_after(number: int, i: int) -> float:
+        first, later = (math.nan, 0.5) if number == 5 else (0.1, 0.6)
+        return first if i == 1 else later
+
+    options = Local(search="random", trials=6, prune="median")
+    source, pool, _ = searched(tmp_path, options, loss_after=loss_after)
+    assert pool.evaluations[5] == 9
+    assert [state for state, _, _ in study(source)] == ["COMPLETE"] * 6
+    assert source._study.best_trial.number == 5
+    assert sorted(source._study.best_trial.intermediate_values) == [*range(2, 10)]
+
+
 @pytest.mark.parametrize("best", [True, False])
 def test_the_value_is_the_best_or_the_last_one(best):
     result = {"metrics": {"eval/loss": 3, "lr": "NaN"}, "best": {"metric": "eval/loss", "value": 1.5, "step": 2}}
