@@ -19,6 +19,7 @@ from runner.config.overrides import LOCATION_KEYS, override_key, replaced
 from runner.precision import Double
 from runner.resume.changed_options import differences
 from runner.run import build_run, check_used
+from runner.tracking.event_file import was_resumed
 from runner.verification.commits import CommitError, copy_of, trained_in
 from runner.verification.golden import COMPARED, changed, changes, judge, train_again
 from runner.verification.steps import first_steps
@@ -67,7 +68,7 @@ def retrace(
         signature = saved.signature("last")
     again = partial(train_again, run, signature, last)
     outcome = judge(then, again(), last, lambda number: again(noise=number))
-    if outcome.verdict is Verdict.DIFFERENT and len(list(directory.glob("events.out.tfevents.*"))) > 1:
+    if outcome.verdict is Verdict.DIFFERENT and was_resumed(directory):
         why = "the run was resumed, perhaps with other options; only those of its last session are known"
         return outcome._replace(verdict=Verdict.UNJUDGED, reason=f"{outcome.reason}. But {why}")
     return outcome

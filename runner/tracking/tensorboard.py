@@ -57,6 +57,7 @@ class TensorBoard(Tracker):
         # `SummaryWriter.add_hparams` would write the row to another run, without the metrics of this one. The row has
         # what was typed: a column for each of the other keys, which have the same value in all runs, would hide it.
         self._file.add(hparams(hparam_values(typed), {})[1])
+        self._file.remove_earlier()
 
     def flush(self) -> None:
         self._file.sync()

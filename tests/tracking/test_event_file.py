@@ -3,14 +3,26 @@
 import errno
 import math
 import os
+import struct
 import time
 from collections.abc import Iterable
+from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from helpers.events import scalar_curves
+from helpers.events import (
+    curves_of_runs,
+    fast_reader,
+    hparams_tab,
+    multiplexer_of,
+    provider_of,
+    scalar_curves,
+    slow_reader,
+)
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
 from tensorboard.summary.writer.record_writer import RecordWriter
 from torch.utils.tensorboard.summary import scalar
@@ -19,6 +31,11 @@ from runner.storage.run_directory import StorageError
 from runner.tracking import event_file
 from runner.tracking.event_file import EventFile, EventReader, points
 from runner.tracking.tensorboard import TensorBoard
+
+
+def float_bytes(value: float) -> bytes:
+    """Return `value` as a field `simple_value` of an event."""
+    return b"\x15" + struct.pack("<f", value)
 
 
 def scalars(directory: Path, tags: list[str] | None = None) -> dict[str, dict[int, float]]:
@@ -33,6 +50,102 @@ def test_sessions_are_read_in_order_even_if_the_clock_is_set_back(tmp_path, monk
             file.add(points({"a": first_step}), step)
         file.close()
     assert scalar_curves(tmp_path)["a"] == [(1, 1), (2, 1), (3, 3), (4, 3), (5, 5), (6, 6), (7, 6), (8, 6)]
+
+
+def session(directory: Path, steps: range, lr: float, eval_every: int = 3) -> None:
+    """Run a session that logs the curve `a`, its learning rate times the step, and at each evaluation also `b`."""
+    tracker = TensorBoard()
+    tracker.open(directory, steps.start)
+    try:
+        tracker.texts({"config": f"lr: {lr}"}, steps.start)
+        tracker.hyperparameters({}, {"lr": lr})
+        for step in steps:
+            tracker.scalars({"a": lr * step} | ({"b": lr} if step % eval_every == 0 else {}), step)
+    finally:
+        tracker.close(done=False)
+
+
+SET_BACK = {
+    "a": [(1, 0.25), (2, 0.5), (3, 0.75), (4, 2.0), (5, 20.0), (6, 24.0), (7, 28.0), (8, 32.0)],
+    "b": [(3, 0.25), (7, 4.0)],
+}
+"""What is left of the sessions of `set_back`: steps 1 to 3 of the first one, 4 of the second, and the last one."""
+
+
+def set_back(run: Path) -> None:
+    """Run sessions of which the first is killed after its checkpoint, and the second is set back to an earlier one."""
+    run.mkdir()
+    session(run, range(1, 6), lr=0.25)
+    session(run, range(4, 13), lr=0.5)
+    session(run, range(5, 9), lr=4.0, eval_every=7)
+
+
+def test_both_readers_show_no_step_that_was_set_aside_and_the_options_of_the_last_session(tmp_path):
+    set_back(tmp_path / "run")
+    with fast_reader(tmp_path) as fast:
+        for reader in (fast, slow_reader(tmp_path)):
+            assert curves_of_runs(reader) == {"run": SET_BACK}
+            [row] = hparams_tab(tmp_path, reader).rows
+            assert row["hparams"] == {"lr": 4.0}
+    assert scalars(tmp_path / "run") == {tag: dict(points) for tag, points in SET_BACK.items()}
+
+
+def test_both_readers_show_the_same_if_they_are_running_all_the_time(tmp_path):
+    run, running = tmp_path / "run", multiplexer_of(tmp_path)
+    run.mkdir()
+    with fast_reader(tmp_path, reload_seconds=1) as fast:
+        for steps, lr, eval_every in ((range(1, 6), 0.25, 3), (range(4, 13), 0.5, 3), (range(5, 9), 4.0, 7)):
+            session(run, steps, lr, eval_every)
+            running.AddRunsFromDirectory(str(tmp_path)).Reload()
+            until, wanted = time.monotonic() + 10, curves_of_runs(provider_of(running, tmp_path))
+            while curves_of_runs(fast) != wanted and time.monotonic() < until:
+                time.sleep(0.05)
+            assert curves_of_runs(fast) == wanted
+    assert wanted == {"run": SET_BACK}
+
+
+def test_a_kill_at_any_time_while_earlier_events_are_taken_over_loses_none_of_them(tmp_path):
+    """What was logged is in the event files or set aside, and both readers show each step of the run once."""
+    operations = 0
+    for number in range(20):
+        run = tmp_path / str(number) / "run"
+        run.mkdir(parents=True)
+        session(run, range(1, 7), lr=0.25)
+        operations = 0
+
+        def counted(original: Any, *arguments: Any, number: int = number) -> Any:
+            nonlocal operations
+            operations += 1
+            if operations == number:
+                raise KeyboardInterrupt
+            return original(*arguments)
+
+        with ExitStack() as patched, suppress(KeyboardInterrupt):
+            for owner, name in ((os, "fsync"), (os, "replace"), (event_file, "sync"), (Path, "write_bytes")):
+                wrapped = partial(counted, getattr(owner, name))
+                patched.enter_context(mock.patch.object(owner, name, lambda *a, f=wrapped: f(*a)))
+            session(run, range(4, 4), lr=0.5)
+        with fast_reader(run.parent) as fast:
+            kept = {"a": [(1, 0.25), (2, 0.5), (3, 0.75)], "b": [(3, 0.25)]}
+            for shown in (curves_of_runs(each)["run"] for each in (fast, slow_reader(run.parent))):
+                assert {tag: [p for p in points if p[0] < 4] for tag, points in shown.items()} == kept
+        session(run, range(4, 5), lr=0.5)
+        assert scalar_curves(run) == {"a": [*kept["a"], (4, 2.0)], "b": kept["b"]}
+        saved = b"".join(path.read_bytes() for path in run.glob("events.*"))
+        assert all(saved.count(each) for each in map(float_bytes, (0.25, 0.5, 0.75, 1.0, 1.25, 1.5)))
+        if operations < number:
+            break
+    assert 5 < operations < 19
+
+
+def test_the_rest_of_a_damaged_file_is_kept(tmp_path):
+    session(tmp_path, range(1, 4), lr=0.25)
+    [path] = tmp_path.iterdir()
+    damaged = path.read_bytes() + b"\0" * 100
+    path.write_bytes(damaged)
+    session(tmp_path, range(4, 5), lr=0.5)
+    assert [each.read_bytes() for each in tmp_path.glob("events.*.corrupt")] == [damaged]
+    assert scalar_curves(tmp_path)["a"] == [(1, 0.25), (2, 0.5), (3, 0.75), (4, 2.0)]
 
 
 def test_an_added_event_can_be_read_at_once_and_a_disk_that_fails_raises_a_storage_error(tmp_path, monkeypatch):
