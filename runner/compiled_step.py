@@ -15,6 +15,7 @@ from runner.batching import Step
 from runner.config.errors import ConfigError, check
 from runner.data.base import copied
 from runner.device import sum_dtype
+from runner.parallel.attributes import without_value
 from runner.parallel.compiling import compile_whole
 from runner.seeds import random_states, set_random_states
 from runner.state import State
@@ -50,7 +51,7 @@ class CompiledStep:
             why = "its first step differs from the later ones"
             raise ConfigError("optimizer.name", "SGD", why, "optimizer=sgd, or compile=true")
         self._parameters: dict[str, torch.Tensor] = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        self._buffers = dict(model.named_buffers())
+        self._buffers, self._without_value = dict(model.named_buffers()), without_value(model)
         self._averages, has_begun = state.average.pairs()
         self._later_share = 1 - (run.ema.decay or 0)
         share = self._later_share if has_begun else 1.0
@@ -94,8 +95,10 @@ class CompiledStep:
         state, device = self._state, self._state.session.device
         log.info("compile=step: the first step takes longer, as it is compiled")
         random = random_states(state.session.devices)
-        buffers, inputs = copied((self._buffers, batch))
-        loss, _ = self._loss(self._parameters, buffers, inputs, 1.0)
+        before, (buffers, inputs) = state.modules.plain_values(), copied((self._buffers, batch))
+        with state.modules.unchanged():
+            loss, _ = self._loss(self._parameters, buffers, inputs, 1.0)
+            self._check_state(batch, before, buffers)
         gradients = torch.autograd.grad(loss, [*self._parameters.values()], allow_unused=True)
         set_random_states(random, state.session.devices)
         for parameter, gradient in zip(self._parameters.values(), gradients, strict=True):
@@ -116,6 +119,20 @@ class CompiledStep:
         for tensor in kept:
             torch_private.mark_static(tensor)
         self._ready = True
+
+    def _check_state(self, batch: Any, before: dict[str, Any], buffers: dict[str, torch.Tensor]) -> None:
+        """Refuse a forward pass that has changed what compiled code takes for constant: forms, flags and numbers."""
+        after = self._state.modules.plain_values()
+        names = [name for name, each in self._buffers.items() if buffers[name].shape != each.shape]
+        names += {*self._without_value} - {*without_value(self._state.model)}
+        names += [name[2:] for name, value in after.items() if type(value) is bool and value is not before.get(name)]
+        if after != before:  # some numbers, such as the size of an image, only change in the first pass
+            buffers, inputs = copied((self._buffers, batch))
+            self._loss(self._parameters, buffers, inputs, 1.0)
+            now = self._state.modules.plain_values()
+            names += [name[2:] for name, value in now.items() if value != after.get(name)]
+        why = f"forward changes {', '.join(names[:3])}, and compiled code computes with what it has in the first step"
+        check(not names, "compile", "step", why, "compile=true, or a buffer of the same shape in each step for it")
 
     def _loss(
         self, parameters: dict[str, torch.Tensor], buffers: dict[str, torch.Tensor], batch: Any, weight: float

@@ -98,9 +98,11 @@ class State:
     def evaluating(self) -> Iterator[None]:
         """A context for an evaluation, with averaged weights: the training goes on as without it."""
         random = random_states(self.session.devices)
-        with self.modules.evaluating(), self.average.applied():
-            yield
-        set_random_states(random, self.session.devices)
+        try:
+            with self.modules.evaluating(), self.average.applied():
+                yield
+        finally:
+            set_random_states(random, self.session.devices)
 
     # For hooks
 

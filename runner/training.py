@@ -309,8 +309,18 @@ def try_evaluation(state: State) -> None:
     if few_samples is None:
         return
     eager = torch.compiler.set_stance("force_eager") if session.compile else nullcontext()
-    with few_samples, eager, state.modules.unchanged(), state.evaluating():
-        state.run.parallel.evaluate(state.model)
+    is_late = state.step == 0 and state.modules.begins_without_values
+    if is_late and session.plan.splits_network:  # one process alone would fail
+        return
+    try:
+        with few_samples, eager, state.modules.unchanged(), state.evaluating():
+            state.run.parallel.evaluate(state.model)
+    except ConfigError:
+        raise
+    except Exception as error:
+        if not is_late:
+            raise
+        log.debug("an evaluation before the first step, which gives buffers their values, fails", exc_info=error)
     session.collectives.barrier()  # processes may share buffers
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import agents
+from helpers import agents, stateful_objects
 from helpers import plain_loop as loops
 from helpers.compose import TINY_CPU, TrainedRun, build_composed_run, compose_config, prepare_session, train_in
 from helpers.rank_functions import sigterm_at
@@ -157,6 +157,15 @@ def test_a_workload_that_cannot_be_compiled_is_refused_with_its_file_and_line(tm
         train_in(tmp_path, run)
     assert refusal.value.key == "compile"
     assert f"{__file__}:{number}" in refusal.value.why
+
+
+@pytest.mark.cases((stateful_objects.CountsSteps, "steps"), (stateful_objects.evolving, "evolves.grown"))
+def test_state_that_compiled_code_would_take_for_constant_is_refused(model, name, tmp_path):
+    with pytest.raises(ConfigError) as refusal:
+        stateful_objects.train_given((STEP, "steps=2", "eval_every=0"), tmp_path, model=model, loss=None)
+    assert (refusal.value.key, refusal.value.got) == ("compile", "step")
+    assert f"forward changes {name}" in refusal.value.why
+    assert "width" not in refusal.value.why, "a size that each pass sets again"
 
 
 @pytest.mark.cases("ddp", "fsdp", "model", "pipeline", "pipeline parallel.engine=streams")

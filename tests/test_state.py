@@ -192,12 +192,11 @@ def evaluated(directory: Path, mode: str) -> dict[str, float]:
     return runner.load(directory, model=evolving, data=DATA).evaluate("last", [mode])
 
 
-def test_such_state_is_that_of_a_plain_loop_in_any_order_of_modes_and_in_evaluations(ranks, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_such_state_is_that_of_a_plain_loop_in_any_order_of_modes_and_in_evaluations(ranks, tmp_path):
     modes = ["single", "ddp", "single", "fsdp", "ddp", "single"]
     model, losses = evolved(len(modes))
-    options = [*SHORT, "precision=64", "save_every=0", "eval_every=1", "log_every=1"]
-    directory = runner.train([*options, "steps=1"], model=evolving, data=DATA).directory.resolve()
+    options = [*SHORT, f"output_root={tmp_path}", "precision=64", "save_every=0", "eval_every=1", "log_every=1"]
+    directory = runner.train([*options, "steps=1"], model=evolving, data=DATA).directory
     for step, mode in enumerate(modes[1:], start=2):
         change = [f"resume={directory}", f"steps={step}", f"parallel={mode}"]
         count = 1 if mode == "single" else 2

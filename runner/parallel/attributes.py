@@ -51,10 +51,21 @@ def other_marks(module: torch.nn.Module) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for prefix, each in module.named_modules():
         has_extra_state = type(each).get_extra_state is not torch.nn.Module.get_extra_state
-        if not has_extra_state and not type(each).__module__.startswith("torch."):
+        if not has_extra_state and is_of_user(each):
             others = {key: value for key, value in vars(each).items() if key not in _OF_TORCH}
             found |= {joined(prefix, key): _mark(value) for key, value in others.items() if type(value) not in _PLAIN}
     return found
+
+
+def without_value(module: torch.nn.Module) -> list[str]:
+    """Return the names of buffers that are None."""
+    named = ((prefix, key, b) for prefix, each in module.named_modules() for key, b in each._buffers.items())
+    return [joined(prefix, key) for prefix, key, buffer in named if buffer is None]
+
+
+def is_of_user(module: torch.nn.Module) -> bool:
+    """Return whether a class of `module` is not torch's: FSDP puts one of torch before those of the user."""
+    return any(each.__module__.partition(".")[0] not in ("torch", "builtins", "typing") for each in type(module).mro())
 
 
 def set_values(module: torch.nn.Module, values: Mapping[str, Any], weights: Mapping[str, Any]) -> None:

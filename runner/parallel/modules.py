@@ -14,13 +14,14 @@ from runner.config import user_code
 from runner.config.errors import ABSENT, ConfigError
 from runner.parallel import full_state
 from runner.parallel.attributes import (
-    joined,
+    is_of_user,
     marks,
     other_marks,
     plain_values,
     plain_values_kept,
     set_values,
     unsaved_buffers,
+    without_value,
 )
 from runner.parallel.buffers import average, buffers_kept, named_buffers
 from runner.parallel.collectives import bytes_of
@@ -40,11 +41,14 @@ class Modules:
         self.replicas = numbers if max(numbers) > 1 else []
         """How many ranks have other samples, other steps, and other members; empty if none have."""
         values = {name: each for name, each in model.named_buffers() if not hasattr(each, "fake_mode")}  # of a plan
-        names = full_state.not_finite(values), _without_value(model)
+        names = full_state.not_finite(values), without_value(model)
         of_ranks = session.collectives.all_gather(names) if plan.splits_network else [names]
-        missing = ({*names} for _, names in of_ranks)  # a process of a pipeline has no buffers of other stages
-        self.not_finite = {name for names, _ in of_ranks for name in names} | set[str].intersection(*missing)
+        # A process of a pipeline has no buffers of other stages.
+        missing = set[str].intersection(*({*names} for _, names in of_ranks))
+        self.not_finite = {name for names, _ in of_ranks for name in names} | missing
         """The buffers of the model that are not finite from the beginning, such as masks, or have no value then."""
+        self.begins_without_values = any(is_of_user(model.get_submodule(name.rpartition(".")[0])) for name in missing)
+        """Whether a module that is not torch's has buffers that are None, which perhaps only training gives values."""
         self._beginning = self._loaded = self._named(marks)
         self._others, self._restored = self._named(other_marks), dict[str, Any]()
 
@@ -64,6 +68,10 @@ class Modules:
     def _named(self, values: Callable[[torch.nn.Module], Mapping[str, Any]]) -> dict[str, Any]:
         """Return the `values` of all modules by name, after the number of the module."""
         return {f"{number}.{name}": v for number, each in enumerate(self.each) for name, v in values(each).items()}
+
+    def plain_values(self) -> dict[str, Any]:
+        """Return the numbers, texts and None in attributes of the modules, by name."""
+        return self._named(plain_values)
 
     def _changed(self, before: Mapping[str, Any]) -> dict[str, Any]:
         """Return the plain values of attributes, and the buffers that are not saved, that are no longer as `before`."""
@@ -96,13 +104,11 @@ class Modules:
             text += "its first value; make it a buffer or a number, or return it in get_extra_state()"
             log.warning(text, ", ".join(names))
         if self.replicas and not self._session.plan.num_members:
-            values = self._named(plain_values)
+            values = self.plain_values()
             of_ranks = self._session.collectives.all_gather(values)
             names = sorted(self._in_words(name) for name in values if any(of[name] != values[name] for of in of_ranks))
             if names and self._session.rank == 0:
-                text = (
-                    "model: %s differs between processes: with another number of them, a resumed run has that of rank 0"
-                )
+                text = "model: %s differs between processes: resumed by another number, the run has that of rank 0"
                 log.warning(text, ", ".join(names))
 
     def _in_words(self, name: str) -> str:
@@ -129,25 +135,29 @@ class Modules:
         Also the plain values in attributes, which the network may change, are then those of before.
         """
         with ExitStack() as kept:
+            kept.callback(self.train)
             for module in self.each:
                 kept.enter_context(plain_values_kept(module))
                 module.eval()
             kept.enter_context(self.synchronized())
             yield
-        self.train()
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
-        """A context in which the network may assign attributes and buffers; then, it has those from before again."""
-        modules = (each for each in self._model.modules() if not isinstance(each, torch.jit.ScriptModule))
+        """A context in which modules may assign attributes and buffers; then, they have those from before again."""
+        modules = (
+            each for root in self.each for each in root.modules() if not isinstance(each, torch.jit.ScriptModule)
+        )
         attributes = [(module, {**vars(module)}, {**module._buffers}) for module in modules]
-        yield
-        for module, own, buffers in attributes:
-            for name in [name for name in vars(module) if name not in own and name[0] != "_"]:
-                delattr(module, name)
-            vars(module).update(own)
-            module._buffers.clear()
-            module._buffers.update(buffers)
+        try:
+            yield
+        finally:
+            for module, own, buffers in attributes:
+                for name in [name for name in vars(module) if name not in own and name[0] != "_"]:
+                    delattr(module, name)
+                vars(module).update(own)
+                module._buffers.clear()
+                module._buffers.update(buffers)
 
     def of_rank(self) -> dict[str, Any]:
         """Return copies of buffers, extra state and changed plain values by name, if each rank has its own."""
@@ -211,10 +221,3 @@ class Modules:
         except UnexpectedContentError as error:
             name, why = user_code.given().names().get("loss", ABSENT), f"it is not that of the checkpoint: {error}"
             raise ConfigError("loss", name, why, "give the loss of the run, or start a new run") from None
-
-
-def _without_value(model: torch.nn.Module) -> list[str]:
-    """Return the names of buffers of `model` that are None."""
-    return [
-        joined(prefix, key) for prefix, each in model.named_modules() for key, b in each._buffers.items() if b is None
-    ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import traceback
 from typing import Any
@@ -96,11 +97,13 @@ def compiler_refusal(error: BaseException, whole_step: bool) -> tuple[str, str] 
     if "InvalidCxxCompiler" in text:
         return "torch finds no C++ compiler", "install one, such as g++, or set compile=false"
     why = " ".join(text.strip().splitlines()[: 2 if "raised:\n" in text else 1])
-    if places := re.findall(r'File "([^"]+)", line (\d+)', text):
-        if "/torch/optim/" in places[-1][0] or places[-1][0].endswith("/runner/optimizer.py"):
-            return f"torch cannot compile this optimizer: {why}", f"choose another optimizer, or {instead}"
-        why += f" ({':'.join(places[-1])})"
-    return f"torch cannot compile it: {why}", f"change what is at this place, or {instead}"
+    places = re.findall(r'File "([^"]+)", line (\d+)', text)
+    if places and ("/torch/optim/" in places[-1][0] or places[-1][0].endswith("/runner/optimizer.py")):
+        return f"torch cannot compile this optimizer: {why}", f"choose another optimizer, or {instead}"
+    libraries = ("/site-packages/", os.path.dirname(os.__file__), os.path.dirname(os.path.dirname(__file__)))
+    if own := [place for place in places if not any(each in place[0] for each in libraries)]:
+        return f"torch cannot compile it: {why} ({':'.join(own[-1])})", f"change what is at this place, or {instead}"
+    return f"torch cannot compile it: {why}", instead
 
 
 _OUT_OF_MEMORY = re.compile(

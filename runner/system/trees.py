@@ -19,7 +19,8 @@ def map_leaves(function: Callable[..., Any], *trees: Any) -> Any:
     if isinstance(first, Mapping):
         if any(not isinstance(each, Mapping) or each.keys() != first.keys() for each in trees):
             raise ValueError("the structures differ")
-        mapped = copy.copy(first) if hasattr(first, "__setitem__") else dict(first)  # a subclass keeps its attributes
+        is_plain = type(first) is dict or not hasattr(first, "__setitem__")
+        mapped = dict(first) if is_plain else copy.copy(first)  # a subclass keeps its attributes
         for key in first:
             mapped[key] = map_leaves(function, *(each[key] for each in trees))  # pyright: ignore[reportIndexIssue]
         return mapped

@@ -16,7 +16,7 @@ from runner.config.errors import check, check_choice, check_range, did_you_mean,
 from runner.data.base import Batch, Data, Samples
 from runner.model.base import Model
 from runner.storage.signature import check_same_names, check_same_samples
-from runner.system.trees import map_leaves
+from runner.system.trees import leaves_of, map_leaves
 from runner.tracking.metrics import BatchSums, batch_sums
 from runner.workloads.base import Workload
 from runner.workloads.evaluation_metrics import EvaluationMetrics
@@ -222,7 +222,8 @@ def comparable(outputs: Any, targets: torch.Tensor) -> tuple[Any, torch.Tensor]:
     """
     if not targets.is_floating_point() and targets.dtype != torch.bool:
         targets = targets.long()  # losses take no other integers
-    outputs = map_leaves(_at_least_float32, outputs)
+    if any(_at_least_float32(each) is not each for _, each in leaves_of(outputs)):
+        outputs = map_leaves(_at_least_float32, outputs)  # of a dataclass, a copy, which torch cannot compile
     is_real = isinstance(outputs, torch.Tensor) and outputs.is_floating_point()
     return outputs, targets.to(outputs.dtype) if is_real and targets.is_floating_point() else targets
 

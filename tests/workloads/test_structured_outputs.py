@@ -15,6 +15,7 @@ from torch.nn.functional import cross_entropy
 
 import runner
 from runner.config.errors import ConfigError
+from runner.workloads.supervised import comparable
 
 CPU = ["device=cpu", "device.threads=1", "optimizer=sgd", "optimizer.lr=0.05", "batch_size=12", "log_every=1"]
 SHORT = [*CPU, "steps=2", "eval_every=1", "save_every=0", "workload.eval_batch_size=4", "tracking=none"]
@@ -163,3 +164,14 @@ def test_what_is_wrong_in_a_loss_or_a_metric_is_said_with_its_line(part, given, 
     assert refused.value.key == key
     assert "test_structured_outputs.py:" in refused.value.why
     assert not steps
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+def test_outputs_of_any_structure_can_be_compiled_as_a_part_of_a_step(network):
+    model, (inputs, targets) = network(), TENSORS[0].tensors
+
+    def loss(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return structured.loss(*comparable(model(inputs), targets))
+
+    compiled: Any = torch.compile(loss, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(inputs, targets), loss(inputs, targets))

@@ -19,6 +19,7 @@ from runner.config.options import chosen_option
 from runner.device import synchronize
 from runner.model.base import copied_module, without_memory
 from runner.models.blocks import blocks_of as listed_blocks
+from runner.parallel.attributes import without_value
 from runner.parallel.base import move
 from runner.parallel.session import Session
 from runner.workloads.base import Workload
@@ -222,7 +223,13 @@ def profile_blocks(model: torch.nn.Module, inputs: torch.Tensor, session: Sessio
         # The inputs of the first block are data, which need no gradient.
         seconds = _median_seconds(copied, x.detach().clone().requires_grad_(bool(profiles)), autocast) if timed else 0.0
         with torch.no_grad(), autocast():
-            x = copied(x)
+            try:
+                outputs = copied(x)
+            except Exception:
+                if timed or not without_value(copied):
+                    raise
+                outputs = copied.train()(x)  # where a first step gives a buffer its value
+        x = outputs
         profiles.append(BlockProfile(name, seconds, tuple(x.shape[1:]), x.dtype))
     return profiles
 
