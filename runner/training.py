@@ -116,8 +116,7 @@ def train(
                 state.checkpoints.finish_after_error()
                 raise CrashedError(state.result("crashed", described(error))) from error
             result = state.result(status, error)  # before the trackers are closed: it involves collectives
-            if status == "done":
-                recorder.finish()
+            recorder.finish(status)
         return result
 
 
@@ -336,8 +335,8 @@ def introduce(state: State, recorder: Recorder) -> None:
             if why:
                 log.warning("%s", why)
         texts = {"network": state.model_table, "config": config, "environment": json.dumps(environment(), indent=2)}
+        recorder.hyperparameters(run.config)  # first: if they have changed, a backend may begin another run
         recorder.texts(texts)
-        recorder.hyperparameters(run.config)
 
 
 def save_diverged_batch(session: Session, directory: Path, step: int) -> None:

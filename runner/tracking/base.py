@@ -49,7 +49,10 @@ class Tracker:
         """Log the config of the run, as values by dotted key; `typed` is the part that the user overrode."""
 
     def flush(self) -> None:
-        """Flush to disk everything that was logged, before a checkpoint: a resumed run does not log it again."""
+        """Save everything that was logged, before a checkpoint: a run resumed from it does not log it again."""
+
+    def failed(self) -> None:
+        """Note that the run has crashed or diverged; `close` follows."""
 
     def close(self, done: bool) -> None:
         """End the session; `done` is whether the run has reached its last step."""

@@ -27,17 +27,20 @@ class Recorder:
 
     def __init__(self, tracker: Tracker, directory: Path, after_step: int, visible: bool = True):
         self._backends = tracker.backends() if visible else []
-        self._directory, self._first_step, self._done = directory, after_step + 1, False
+        self._directory, self._first_step, self._status = directory, after_step + 1, "stopped"
 
     def __enter__(self) -> Recorder:
         with ExitStack() as opened:  # if one cannot be opened, those before it are closed
             for backend in self._backends:
                 backend.open(self._directory, self._first_step)
-                opened.callback(lambda backend=backend: backend.close(self._done))
+                opened.callback(lambda backend=backend: backend.close(self._status == "done"))
             self._opened = opened.pop_all()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if self._status == "diverged" or isinstance(error, Exception):
+            for backend in self._backends:
+                backend.failed()
         self._opened.close()  # all of them, even if one raises an error
 
     def scalars(self, values: dict[str, Any], step: int) -> None:
@@ -67,12 +70,12 @@ class Recorder:
         for backend in self._backends:
             backend.hyperparameters(shown_values(flatten(config)), shown_values(typed))
 
-    def finish(self) -> None:
-        """Mark the run as done. This must be called after the last step of the run."""
-        self._done = True
+    def finish(self, status: str) -> None:
+        """Note how the session has ended: `done`, `stopped` or `diverged`."""
+        self._status = status
 
     def flush(self) -> None:
-        """Flush to disk everything that was logged so far."""
+        """Save everything that was logged so far, before a checkpoint."""
         for backend in self._backends:
             backend.flush()
 

@@ -34,9 +34,8 @@ MAX_WAITING = 10_000
 class RemoteTracker(Tracker, ABC):
     """The base class of trackers that call another package, such as wandb; a `Background` calls their methods.
 
-    Instead of `open`, they have `start`. A resumed run continues the run of the backend. The points of the steps that
-    it repeats after its checkpoint are logged again, because those in a remote database cannot be removed: they have
-    the same values, except for measurements of time.
+    Instead of `open`, they have `start`. A resumed run continues the run of the backend, which shows no point that the
+    run logs once more, if the backend can remove points or begin another run with the others.
     """
 
     package: ClassVar[str]
@@ -63,27 +62,38 @@ class RemoteTracker(Tracker, ABC):
         check(is_installed(self.package), "tracking", self.package, why, remedy)
 
     @abstractmethod
-    def start(self, directory: Path, identifier: str) -> str:
-        """Begin to track a new run, or continue the one with `identifier`; return the run's identifier."""
+    def start(self, directory: Path, identifier: str, first_step: int) -> str:
+        """Begin to track a new run, or continue the one with `identifier`; return the run's identifier.
+
+        What the run has logged before for `first_step` and later steps is set aside: the session computes them again.
+        """
+
+    def remember(self, directory: Path, identifier: str) -> None:
+        """Save the identifier by which the next session of the run continues the run of the backend."""
+        write_text(directory / f"{self.package}_run.txt", identifier + "\n")
 
 
 class Background(Tracker):
     """A tracker that calls the methods of `tracker` in a separate thread, in order, while training goes on.
 
     If a call fails, the queue is full, or `close` has waited for `patience` seconds, a warning is logged, and the run
-    goes on without tracking. Animations are not logged. The identifier of the run in the backend is saved in a file in
-    the run directory.
+    goes on without tracking. `flush` waits for the calls before it, `flush_patience` seconds at most; if that is not
+    enough, a warning is logged, and the run does not wait again until these calls are made. Animations are not logged.
+    The identifier of the run in the backend is saved in a file in the run directory.
     """
 
     patience: ClassVar[float] = 60.0
+    flush_patience: ClassVar[float] = 20.0
+    """Less than the time between a stop signal and a kill, 30 seconds on most clusters: a checkpoint follows."""
 
     def __init__(self, tracker: RemoteTracker):
         self._tracker, self.check = tracker, tracker.check
 
     def open(self, directory: Path, first_step: int) -> None:
         self._calls: queue.Queue[Callable[[], None] | None] = queue.Queue(MAX_WAITING)
-        self._failed = self._done = False
-        self._thread = threading.Thread(target=self._track, args=[directory], name="tracking", daemon=True)
+        self._failed = self._done = self._run_failed = False
+        self._behind: threading.Event | None = None  # set when the calls before a flush are made, if they were late
+        self._thread = threading.Thread(target=self._track, args=[directory, first_step], name="tracking", daemon=True)
         self._thread.start()
 
     def scalars(self, values: dict[str, float], step: int) -> None:
@@ -98,6 +108,30 @@ class Background(Tracker):
 
     def hyperparameters(self, config: dict[str, float | str | bool], typed: dict[str, float | str | bool]) -> None:
         self._call(self._tracker.hyperparameters, config, typed)
+
+    def flush(self) -> None:
+        name = self._tracker.package
+        if self._behind is not None:
+            if not self._behind.is_set():
+                return
+            log.info("%s has now taken what was logged before", name)
+        flushed = self._behind = threading.Event()
+        self._call(self._flush, flushed)
+        deadline = time.monotonic() + self.flush_patience
+        while not (flushed.is_set() or self._failed) and time.monotonic() < deadline:
+            flushed.wait(0.05)
+        if flushed.is_set():
+            self._behind = None
+        elif not self._failed:
+            why = f"has not taken what was logged within {self.flush_patience:g} s"
+            log.warning("%s %s; the run goes on, but if it is killed, points may be missing there", name, why)
+
+    def _flush(self, flushed: threading.Event) -> None:
+        self._tracker.flush()
+        flushed.set()
+
+    def failed(self) -> None:
+        self._run_failed = True
 
     def close(self, done: bool) -> None:
         self._done, deadline = done, time.monotonic() + self.patience
@@ -115,16 +149,18 @@ class Background(Tracker):
         except queue.Full:
             self._fail(f"{MAX_WAITING:,} calls are waiting")
 
-    def _track(self, directory: Path) -> None:
+    def _track(self, directory: Path, first_step: int) -> None:
         try:
             file = directory / f"{self._tracker.package}_run.txt"
             saved = read_regular(file, MAX_IDENTIFIER_BYTES).decode().strip() if file.exists() else ""
-            identifier = self._tracker.start(directory, saved)
+            identifier = self._tracker.start(directory, saved, first_step)
             try:
-                write_text(file, identifier + "\n")
+                self._tracker.remember(directory, identifier)
                 while call := self._calls.get():
                     call()
             finally:  # or the backend would show a run that goes on
+                if self._run_failed:
+                    self._tracker.failed()
                 self._tracker.close(self._done)
         except Exception as error:  # of any type: it comes from another package, its network or its disk
             self._fail(f"{type(error).__name__}: {error}")

@@ -36,6 +36,11 @@ def sigterm_at(step: int, rank: int, run: Run, session: Session) -> None:
     session.workload.after_step = after_step
 
 
+def sigkill_at(step: int, run: Run, session: Session) -> None:
+    """Kill this process at the end of `step`."""
+    session.workload.after_step = lambda model, now: os.kill(os.getpid(), signal.SIGKILL) if now == step else None
+
+
 def fail_at(rank: int, step: int, error: BaseException, run: Run, session: Session) -> None:
     if session.rank == rank:
 

@@ -180,7 +180,7 @@ def record(recorder: Recorder, picture: torch.Tensor) -> None:
         recorder.texts({"c": "d"})
         recorder.hyperparameters({"e": {"_target_": "package.module.Class", "f": 1, "g": None}, "h": [1, 2]})
         recorder.flush()
-        recorder.finish()
+        recorder.finish("done")
 
 
 def test_the_recorder_passes_everything_to_the_tracker(tmp_path):

@@ -2,10 +2,18 @@
 
 import csv
 import errno
+import json
+import logging
+import multiprocessing
 import os
 import re
+import shutil
+import signal
 import sys
 import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,10 +25,12 @@ import torch
 from helpers.compose import TINY_CPU, build_composed_run, prepare_session, train_in
 from helpers.events import scalar_curves
 from helpers.extras import require
-from helpers.rank_functions import sigterm_at
+from helpers.rank_functions import fail_at, sigkill_at, sigterm_at
+from helpers.wandb_log import wandb_records
 
 from runner.config.composition import Composer
 from runner.config.errors import ConfigError
+from runner.result import CrashedError
 from runner.run import build_run
 from runner.storage.run_directory import StorageError, check_regular
 from runner.tracking import csv_file
@@ -28,7 +38,7 @@ from runner.tracking.base import Tracker
 from runner.tracking.csv_file import CsvFile
 from runner.tracking.recorder import Recorder
 from runner.tracking.remote import Background, RemoteTracker
-from runner.tracking.remote_backends import Wandb
+from runner.tracking.remote_backends import MLflow, Wandb
 
 STEPS = ("steps=6", "log_every=1", "eval_every=3", "save_every=2")
 
@@ -108,12 +118,22 @@ def test_invalid_tracking_options_are_refused(overrides, key):
     assert refusal.value.key == key
 
 
+class Several(Tracker):
+    """A tracker with these backends."""
+
+    def __init__(self, backends: list[Any]) -> None:
+        self._backends = backends
+
+    def backends(self) -> list[Any]:
+        return self._backends
+
+
 @pytest.mark.cases(
     ("open", ["open a", "open b", "close a False"]),
     ("close", ["open a", "open b", "open c", "close c True", "close b True", "close a True"]),
 )
 def test_if_one_of_several_trackers_fails_the_others_are_closed(broken, noted, tmp_path):
-    several, notes = Tracker(), []
+    notes: list[str] = []
 
     def note(method: str, name: str, *values: Any) -> None:
         notes.append(" ".join([method, name, *(str(value) for value in values if isinstance(value, bool))]))
@@ -121,9 +141,8 @@ def test_if_one_of_several_trackers_fails_the_others_are_closed(broken, noted, t
             raise OSError(errno.ENOSPC, "No space left on device")
 
     backends = [SimpleNamespace(open=partial(note, "open", n), close=partial(note, "close", n)) for n in "abc"]
-    several.backends = lambda: backends
-    with pytest.raises(OSError, match="No space left"), Recorder(several, tmp_path, 0) as recorder:
-        recorder.finish()
+    with pytest.raises(OSError, match="No space left"), Recorder(Several(backends), tmp_path, 0) as recorder:
+        recorder.finish("done")
     assert notes == noted
 
 
@@ -145,7 +164,7 @@ class Noted(RemoteTracker):
         if name == self.broken:
             raise ConnectionError("no route to host")
 
-    def start(self, directory: Path, identifier: str) -> str:
+    def start(self, directory: Path, identifier: str, first_step: int) -> str:
         self._note("start", identifier)
         return identifier or "id7"
 
@@ -213,6 +232,73 @@ def test_a_backend_that_hangs_does_not_slow_the_training(tmp_path, monkeypatch, 
     tracker.may_go_on.set()
 
 
+def test_a_flush_waits_for_the_calls_before_it(tmp_path):
+    tracker = Noted()
+    tracker.may_go_on.clear()
+    [background] = tracker.backends()
+    background.open(tmp_path, 1)
+    background.scalars({"train/loss": 0.5}, 1)
+    threading.Timer(0.2, tracker.may_go_on.set).start()
+    background.flush()
+    assert tracker.calls == [("start", ""), ("scalars", {"train/loss": 0.5}, 1)]
+    background.close(True)
+
+
+def test_a_server_that_does_not_answer_holds_up_one_checkpoint_for_a_limited_time(tmp_path, monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
+    tracker = Noted()
+    [background] = tracker.backends()
+    background.open(tmp_path, 1)
+    background.flush()
+    assert caplog.messages == []
+    tracker.may_go_on.clear()
+    monkeypatch.setattr(Background, "flush_patience", 0.2)
+    begin = time.monotonic()
+    for step in range(1, 100):
+        background.scalars({"train/loss": 0.5}, step)
+        background.flush()
+    assert 0.2 <= time.monotonic() - begin < 2
+    assert ["torch has not taken what was logged within 0.2 s" in text for text in caplog.messages] == [True]
+    monkeypatch.setattr(Background, "flush_patience", 20.0)
+    tracker.may_go_on.set()
+    while len(caplog.messages) < 2 and time.monotonic() < begin + 60:
+        background.flush()
+    assert len(tracker.calls) == 100
+    assert len(caplog.messages) == 2, "that it answers again is said once"
+    background.close(True)
+
+
+def test_a_backend_that_fails_does_not_hold_up_a_checkpoint(tmp_path, monkeypatch):
+    monkeypatch.setattr(Background, "flush_patience", 1000.0)
+    [background] = Noted("scalars").backends()
+    background.open(tmp_path, 1)
+    background.scalars({"train/loss": 0.5}, 1)
+    background.flush()
+    background.flush()
+    background.close(True)
+
+
+@pytest.mark.cases(
+    (ValueError("crash"), None, ["failed", "close False"]),
+    (KeyboardInterrupt(), None, ["close False"]),
+    (None, "diverged", ["failed", "close False"]),
+    (None, "stopped", ["close False"]),
+    (None, "done", ["close True"]),
+)
+def test_a_tracker_is_told_how_the_run_ended(error, status, told, tmp_path):
+    calls: list[str] = []
+    backend = SimpleNamespace(
+        open=lambda *_: None,
+        failed=lambda: calls.append("failed"),
+        close=lambda done: calls.append(f"close {done}"),
+    )
+    with suppress(BaseException), Recorder(Several([backend]), tmp_path, 0) as recorder:
+        if error:
+            raise error
+        recorder.finish(status)
+    assert calls == told
+
+
 def test_a_run_completes_if_its_tracker_fails(tmp_path):
     run = build_composed_run(*TINY_CPU, *STEPS)
     object.__setattr__(run, "tracking", Noted("scalars"))
@@ -226,6 +312,89 @@ def test_a_package_that_is_not_installed_is_refused_before_the_run(monkeypatch):
             prepare_session(build_composed_run(*TINY_CPU, f"tracking=[csv,{package}]"))
         assert (refusal.value.key, refusal.value.got) == ("tracking", package)
         assert f"pip install {package}" in refusal.value.remedy
+
+
+def train_until_killed(overrides: tuple[str, ...], directory: Path, step: int) -> None:
+    train_in(directory, build_composed_run(*overrides), partial(sigkill_at, step))
+
+
+def killed_resumed_and_set_back(directory: Path, overrides: tuple[str, ...], logged: Callable[[], list[int]]) -> None:
+    """Train sessions of one run: one is killed in step 5, one completes the run, one repeats it after step 2.
+
+    The last one has another learning rate and fewer steps, and evaluates in others. `logged` returns the steps of the
+    points that a tracker has of one curve, in order.
+    """
+    killed = multiprocessing.get_context("spawn").Process(
+        target=train_until_killed, args=((*TINY_CPU, *STEPS, *overrides), directory, 5)
+    )
+    killed.start()
+    killed.join()
+    assert killed.exitcode == -signal.SIGKILL
+    assert logged()[:4] == [1, 2, 3, 4], "what the checkpoint of step 4 promises"
+    train_in(directory, build_composed_run(*TINY_CPU, *STEPS, *overrides))
+    assert logged() == [1, 2, 3, 4, 5, 6]
+    for later in directory.glob("checkpoints/step_0000000[3-6]"):  # as `resume=RUN/checkpoints/step_00000002` does
+        shutil.rmtree(later)
+    other = ("optimizer.lr=0.01", "steps=4", "eval_every=4")
+    train_in(directory, build_composed_run(*TINY_CPU, *STEPS, *overrides, *other))
+    assert logged() == [1, 2, 3, 4]
+
+
+@pytest.mark.filterwarnings("default")
+def test_mlflow_has_each_point_once_after_a_kill_and_after_the_run_was_set_back(tmp_path):
+    mlflow = require("mlflow")
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+
+    def current() -> Any:
+        experiment = client.get_experiment_by_name("runner").experiment_id
+        [run] = [each for each in client.search_runs([experiment]) if "mlflow.parentRunId" not in each.data.tags]
+        return run
+
+    def steps(tag: str) -> list[int]:
+        return [point.step for point in client.get_metric_history(current().info.run_id, tag)]
+
+    client = mlflow.MlflowClient(tracking_uri=uri)
+    overrides = ("tracking=mlflow", f"tracking.uri={uri}")
+    killed_resumed_and_set_back(tmp_path / "run", overrides, lambda: steps("train/loss"))
+    run = current()
+    assert (run.info.status, run.info.run_name) == ("FINISHED", "run")
+    assert (run.data.params["optimizer.lr"], run.data.params["steps"]) == ("0.01", "4")
+    assert run.data.metrics["epoch"] == pytest.approx(4 * 64 / 1438)
+    assert steps("eval/accuracy") == [4]
+    assert [item.path for item in client.list_artifacts(run.info.run_id, "eval/samples")] == [
+        "eval/samples/step_00000004.png"
+    ]
+    superseded = client.search_runs([run.info.experiment_id], f"tags.mlflow.parentRunId = '{run.info.run_id}'")
+    assert [(each.info.run_name, each.data.params["steps"]) for each in superseded] == [("run (superseded)", "6")]
+    assert [point.step for point in client.get_metric_history(superseded[0].info.run_id, "eval/loss")] == [3, 6]
+
+
+@pytest.mark.cases(
+    (ValueError(), "FAILED"),
+    (None, "KILLED"),
+)
+@pytest.mark.filterwarnings("default")
+def test_mlflow_shows_how_a_run_has_ended(error, status, tmp_path):
+    mlflow = require("mlflow")
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    run = build_composed_run(*TINY_CPU, *STEPS, "tracking=mlflow", f"tracking.uri={uri}")
+    with suppress(CrashedError):
+        train_in(tmp_path / "run", run, partial(fail_at, 0, 3, error) if error else partial(sigterm_at, 3, 0))
+    client = mlflow.MlflowClient(tracking_uri=uri)
+    [run] = client.search_runs([client.get_experiment_by_name("runner").experiment_id])
+    assert run.info.status == status
+
+
+@pytest.mark.filterwarnings("default")
+def test_jobs_of_a_sweep_are_children_of_one_run_in_mlflow(tmp_path):
+    mlflow = require("mlflow")
+    (tmp_path / "sweep.json").write_text("{}")
+    tracker = MLflow(uri=f"sqlite:///{tmp_path}/mlflow.db")
+    jobs = [tracker.start(tmp_path / name, "", 1) for name in ("000", "001")]
+    client = mlflow.MlflowClient(tracking_uri=tracker.uri)
+    [parent] = {client.get_run(job).data.tags["mlflow.parentRunId"] for job in jobs}
+    assert client.get_run(parent).info.run_name == tmp_path.name
+    assert client.get_run(parent).info.status == "FINISHED"
 
 
 @pytest.mark.filterwarnings("default")
@@ -258,13 +427,13 @@ def test_wandb_creates_no_links_and_refuses_settings_in_the_run_directory(tmp_pa
     run = SimpleNamespace(id="x", define_metric=lambda *_, **__: None)
     package.init = lambda **options: asked.update(options) or run
     monkeypatch.setitem(sys.modules, "wandb", package)
-    assert Wandb().start(tmp_path, "") == "x"
+    assert Wandb().start(tmp_path, "", 1) == "x"
     assert (asked["settings"]["symlink"], asked["mode"], asked["dir"]) == (False, "offline", str(tmp_path))
     asked.clear()
     (tmp_path / "wandb").mkdir()
     (tmp_path / "wandb" / "settings").write_text("[default]\nbase_url = https://elsewhere.invalid\n")
     with pytest.raises(RuntimeError, match="wandb/settings"):
-        Wandb().start(tmp_path, "")
+        Wandb().start(tmp_path, "", 1)
     assert asked == {}
 
 
@@ -282,6 +451,26 @@ def test_wandb_writes_to_the_run_directory_and_resumes_the_run(tmp_path):
 
 
 @pytest.mark.filterwarnings("default")
+def test_wandb_has_each_step_once_after_a_kill_and_after_the_run_was_set_back(tmp_path):
+    proto = require("wandb.proto.wandb_internal_pb2")
+    directory = tmp_path / "run"
+
+    def rows() -> list[dict[str, Any]]:
+        files = sorted(directory.glob("wandb/offline-run-*/*.wandb"))
+        records = [record for file in files for record in wandb_records(file, proto.Record)]
+        histories = [record.history.item for record in records if record.HasField("history")]
+        return [{item.nested_key[0]: json.loads(item.value_json) for item in items} for items in histories]
+
+    killed_resumed_and_set_back(directory, ("tracking=wandb",), lambda: [row["_step"] for row in rows()])
+    assert [row["step"] for row in rows()] == [1, 2, 3, 4]
+    assert [row["_step"] for row in rows() if "eval/accuracy" in row] == [4]
+    assert len({file.stem for file in directory.glob("wandb/offline-run-*/*.wandb")}) == 1, "one run"
+    last = max(directory.glob("wandb/offline-run-*/*.wandb"))
+    config = [update for record in wandb_records(last, proto.Record) for update in record.config.update]
+    assert {"0.01"} == {update.value_json for update in config if "optimizer.lr" in (update.key, *update.nested_key)}
+
+
+@pytest.mark.filterwarnings("default")
 def test_trackio_has_every_point_in_one_run(tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     storage = require("trackio.sqlite_storage").SQLiteStorage
@@ -294,3 +483,19 @@ def test_trackio_has_every_point_in_one_run(tmp_path, monkeypatch, capfd):
     assert {step for step, _ in points} == {1, 2, 3, 4, 5, 6}
     assert storage.get_run_config("runner", name)["optimizer.lr"] == 0.05
     assert capfd.readouterr().out == "", "standard output is for the result"
+
+
+@pytest.mark.filterwarnings("default")
+def test_trackio_has_each_point_once_after_a_kill_and_after_the_run_was_set_back(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    storage = require("trackio.sqlite_storage").SQLiteStorage
+
+    def points(tag: str) -> list[int]:
+        [name] = storage.get_runs("runner")
+        return [each["step"] for each in storage.get_logs("runner", name) if tag in each]
+
+    killed_resumed_and_set_back(tmp_path / "run", ("tracking=trackio",), lambda: points("train/loss"))
+    assert points("eval/accuracy") == [4]
+    assert storage.get_run_config("runner", storage.get_runs("runner")[0])["optimizer.lr"] == 0.01
+    saved = [json.loads(path.read_text()) for path in sorted((tmp_path / "run").glob("trackio.json.superseded*"))]
+    assert [each["step"] for each in saved[-1] if "eval/accuracy" in each] == [3, 6]
