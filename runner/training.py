@@ -27,7 +27,7 @@ from runner.models.blocks import table_of
 from runner.optimizer import learning_rates
 from runner.parallel.buffers import with_own_memory
 from runner.parallel.collectives import Collectives, encode
-from runner.parallel.round_trip import check_round_trip
+from runner.parallel.round_trip import check_dense, check_round_trip
 from runner.parallel.session import Session
 from runner.result import CrashedError, Result
 from runner.run import Run, build_run, describe_model
@@ -156,6 +156,7 @@ def initial_state(run: Run, session: Session, directory: Path, with_table: bool 
     torch_private.defer_compiler()  # optimizers and the table import it: a second before the first step
     seed_all(derive(session.plan.seed, "weights"))
     model = run.workload.build_model()
+    check_dense(model)
     table = table_of(model, run.workload.input_shape()) if with_table else ("", 0)  # before a mode splits the model
     model = run.precision.convert(model)
     description = describe_model(with_own_memory(model))

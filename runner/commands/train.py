@@ -96,14 +96,14 @@ def _run(arguments: list[str]) -> list[int]:
 
     run = build_run(job.config)
     if options.summary:
-        from runner.model.base import without_memory
+        from runner.model.base import structure
         from runner.models.blocks import table_of
 
         run.workload.prepare()
         shape = run.workload.input_shape()
         why = f"{type(run.workload).__name__} does not say of what shape the inputs of its network are"
         check(shape is not None, "--summary", ABSENT, why, "leave it out, or define input_shape()")
-        print(table_of(without_memory(run.workload.build_model), shape)[0])
+        print(table_of(structure(run.workload.build_model), shape)[0])
         print(f"for one input of {'×'.join(map(str, shape or ()))}; FLOPs are those of a forward pass")
         return []
     if run.accumulation.steps == "auto":

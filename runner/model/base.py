@@ -109,6 +109,18 @@ def freeze(model: torch.nn.Module, patterns: Iterable[str], exceptions: Iterable
             freeze_statistics(module)
 
 
+def structure(build: Callable[[], torch.nn.Module]) -> torch.nn.Module:
+    """Return the network that `build` creates, without memory for its tensors unless it computes with their values.
+
+    The generators of random numbers go on as before.
+    """
+    try:
+        return without_memory(build)
+    except Exception:  # of any type, as from the code of a user: an orthogonal weight is made by a decomposition
+        with torch.random.fork_rng(devices=[]):
+            return build()
+
+
 def without_memory(build: Callable[[], torch.nn.Module]) -> torch.nn.Module:
     """Return the network that `build` creates, on the meta device: its tensors have no values."""
     with torch.device("meta"), warnings.catch_warnings():

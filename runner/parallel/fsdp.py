@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from runner.batching import MicroBatch, Plan
+from runner.config.errors import check
 from runner.data.base import copied
 from runner.parallel.batch_norm import convert_sync_batch_norm
 from runner.parallel.collectives import Collectives
@@ -76,10 +77,17 @@ class FSDP(MultiProcess):
         }
         hooks = {name: [*(p._backward_hooks or {}).values()] for name, p in model.named_parameters()}
         units = _blocks_without_tied_weights(model)
+        why, remedy = "it has no dimensions, and FSDP divides the first one of each", "parallel=ddp, or a shape of [1]"
+        for name, parameter in model.named_parameters():
+            check(parameter.dim() > 0, "parallel", "fsdp", f"parameter {name}: {why}", remedy)
         for unit in (*units, model):
             # By default, FSDP does not reshard the root's own parameters, because the backward pass needs them first.
             reshard = self.reshard_after_forward and unit is not model
             others = {id(p) for block in units for p in block.parameters()} if unit is model else set()
+            dtypes = {str(p.dtype): name for name, p in unit.named_parameters() if id(p) not in others}
+            why = f"parameters of {type(unit).__name__} have several dtypes, which FSDP does not gather together"
+            found = ", ".join(f"{name} {dtype.removeprefix('torch.')}" for dtype, name in dtypes.items())
+            check(len(dtypes) < 2, "parallel", "fsdp", f"{why} ({found})", "parallel=ddp")
             dtype = session.precision.compute_dtype(device) if _is_rounded_by_autocast(unit, others) else None
             policy = MixedPrecisionPolicy(dtype, dtype and torch.float32, cast_forward_inputs=False)
             fully_shard(unit, reshard_after_forward=reshard, mp_policy=policy, **options)

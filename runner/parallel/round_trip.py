@@ -20,6 +20,13 @@ from runner.storage.state_dict import with_versions
 from runner.storage.value_checks import is_finite
 
 
+def check_dense(model: torch.nn.Module) -> None:
+    """Refuse a parameter that is sparse, of which modes, and the formats of checkpoints, know no part."""
+    for name, parameter in model.named_parameters():
+        why = f"parameter {name} is sparse, and a checkpoint holds dense tensors alone"
+        check(parameter.layout == torch.strided, "model", _given("model"), why, "let it be dense: to_dense()")
+
+
 def check_round_trip(modules: Modules, parallel: Parallel, optimizer: torch.optim.Optimizer, session: Session) -> None:
     """Save the modules of a run in memory, and load them again; they then have the same bits. Called on every rank.
 

@@ -14,7 +14,7 @@ from runner.config.errors import ConfigError
 from runner.config.options import option_files
 from runner.config.overrides import override_key
 from runner.config.schema import component_fields, option_fields
-from runner.model.base import without_memory
+from runner.model.base import structure
 from runner.models.layers import normalizes_batches
 from runner.parallel.base import Parallel
 from runner.parallel.compiling import modules_of_blocks
@@ -124,7 +124,7 @@ class Candidates:
         self._keys = {override_key(text).partition("@")[0] for text in typed}
         self.base = compose(())
         self._session = prepared(self.base)
-        self._model = without_memory(self.base.workload.build_model)
+        self._model = structure(self.base.workload.build_model)
         self._normalizes = normalizes_batches(self._model)
 
     def judged(self, overrides: Overrides) -> Candidate:

@@ -227,6 +227,19 @@ class Temperature(nn.Module):
         return self.layers(x) * self.temperature
 
 
+class SparseParameter(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(*chain(nn.Tanh()))
+        self.graph = nn.Parameter(torch.eye(6).to_sparse())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(torch.sparse.mm(self.graph, x.t()).t())
+
+
+def orthogonal() -> nn.Module:
+    return chain(nn.Tanh(), nn.utils.parametrizations.orthogonal(nn.Linear(8, 8)))
+
+
 class Complex(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -369,6 +382,8 @@ CASES: dict[str, dict[str, Any]] = {
     "hook_backward": case(partial(hooked, "backward")),
     "temperature": case(Temperature),
     "complex": case(Complex),
+    "sparse_parameter": case(SparseParameter),
+    "orthogonal": case(orthogonal),
     "own_linear": case(lambda: chain(OwnLinear(8, 8))),
     "old_weight_norm": case(old_weight_norm),
     "old_weight_norm_object": case(made_once(old_weight_norm)),

@@ -44,7 +44,9 @@ PLANTED_MISTAKES: dict[str, tuple[str, list[str], str]] = {
     "weights of a limited norm in fsdp": ("limited_norm", ["parallel=fsdp"], "replaces (1.weight)"),
     "weights replaced in each micro-batch": ("teacher", ["accumulation=2"], "writes weights (teacher.0.bias)"),
     "an average in each micro-batch": ("teacher_in_place", ["accumulation=2"], "writes weights (teacher.0.bias)"),
-    "a parameter without dimensions": ("temperature", ["parallel=fsdp"], "scalar parameters"),
+    "a parameter without dimensions": ("temperature", ["parallel=fsdp"], "has no dimensions"),
+    "parameters of several dtypes": ("complex", ["parallel=fsdp"], "have several dtypes"),
+    "a sparse parameter": ("sparse_parameter", ["parallel=ddp"], "parameter graph is sparse"),
     "hook of a weight": ("masked", ["compile=step"], "hooks of parameters (0.weight)"),
     # in losses and data
     "a sum": ("summed", ["accumulation=2"], "depends on how it is divided"),
@@ -106,6 +108,7 @@ RIGHT: dict[str, list[str]] = {
     "gradient": ["parallel=ddp", "parallel=fsdp"],
     "own_linear": ["parallel=fsdp", "parallel=pipeline"],
     "temperature": ["parallel=ddp"],
+    "orthogonal": ["parallel=pipeline"],
 }
 """The modes in which a network of `CASES` trains to the weights of a plain loop."""
 

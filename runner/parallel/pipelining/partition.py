@@ -17,7 +17,7 @@ import torch
 from runner.config.errors import ConfigError, check, check_range, did_you_mean
 from runner.config.options import chosen_option
 from runner.device import synchronize
-from runner.model.base import copied_module, without_memory
+from runner.model.base import copied_module, structure
 from runner.models.blocks import blocks_of as listed_blocks
 from runner.parallel.attributes import without_value
 from runner.parallel.base import move
@@ -63,7 +63,7 @@ class Partition:
 
     def check_partition(self, workload: Workload, count: int) -> None:
         """Check, without memory for weights, that the network of `workload` can be split into `count` stages."""
-        names = [name for name, _ in blocks_of(without_memory(workload.build_model))]
+        names = [name for name, _ in blocks_of(structure(workload.build_model))]
         if count > len(names):
             why = f"the network has {len(names)} blocks: {', '.join(names)}"
             key, got, most = "parallel.stages", count, len(names)
