@@ -8,7 +8,7 @@ import re
 import statistics
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -130,7 +130,13 @@ class Comparison:
             [run.labels for run in runs], {override_key(text) for run in runs for text in run.overrides}
         )
         done = [run for run in runs if run.state == "done" and run.labels]
-        failed = [self._failure(run) for run in runs if run.state != "done" or not run.labels]
+        pruned = {
+            path.absolute() / str(entry.get("directory"))
+            for path, ledger in self.ledgers.items()
+            for entry in ledger["jobs"].values()
+            if entry.get("state") == "pruned"
+        }
+        failed = [self._failure(run, pruned) for run in runs if run.state != "done" or not run.labels]
         failed += [job for path, ledger in self.ledgers.items() for job in self._jobs_without_run(path, ledger)]
         remedy = "name a run directory, a sweep, or a directory with some below it"
         check(bool(runs or failed), "PATH", " ".join(map(str, paths)), "it contains no run", remedy)
@@ -210,11 +216,13 @@ class Comparison:
     def _values(self, labels: dict[str, Any]) -> dict[str, Any]:
         return {key: labels[key] for key in self.keys if key in labels}
 
-    def _failure(self, run: MeasuredRun) -> Failure:
+    def _failure(self, run: MeasuredRun, pruned: Collection[Path]) -> Failure:
         reason: str = _REASONS.get(run.state) or run.result.get("error", "")
         if not run.labels:
             reason = "its config.yaml cannot be read"
         state = "damaged" if run.state == "done" else run.state
+        if state == "stopped" and run.directory.absolute() in pruned:
+            state, reason = "pruned", "the pruner of the search has stopped it"
         return Failure(self._values(run.labels), self.name(run.directory), state, run.steps, _whole(reason))
 
     def _jobs_without_run(self, sweep: Path, ledger: dict[str, Any]) -> Iterator[Failure]:

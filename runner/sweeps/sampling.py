@@ -15,6 +15,9 @@ from optuna.trial import FrozenTrial
 from runner.sweeps.engines.base import Engine
 from runner.sweeps.search_space import Dimension, Space
 
+TPE_OPTIONS = {"multivariate": False, "constant_liar": True}
+"""What `sweep.search=tpe` relies on, whatever Optuna's defaults are: trials that run count as bad ones meanwhile."""
+
 
 def proposed(study: Study, trial: Trial, space: Space, options: Engine) -> list[str]:
     """Return the overrides that Optuna's sampler proposes for a trial, and that no earlier trial has."""
@@ -32,7 +35,7 @@ def proposed(study: Study, trial: Trial, space: Space, options: Engine) -> list[
         seed = int.from_bytes(hashlib.sha256(known.encode()).digest()[:4], "big")
         sampler: BaseSampler = RandomSampler(seed)
         if options.search == "tpe":
-            sampler = TPESampler(seed=seed, multivariate=False)
+            sampler = TPESampler(seed=seed, **TPE_OPTIONS)
         if untried is not None:
             allowed = [words for words in dimension.values if any(each.issuperset(words) for each in untried)]
             whole_numbers = dimension.interval is not None

@@ -27,7 +27,7 @@ from runner.config.errors import ConfigError, check, did_you_mean
 from runner.storage.files import read_regular, write_bytes
 from runner.sweeps.engines.base import Engine, Job
 from runner.sweeps.ledger import STUDY, Ledger
-from runner.sweeps.sampling import proposed
+from runner.sweeps.sampling import TPE_OPTIONS, proposed
 from runner.sweeps.scheduler import JobSource
 from runner.sweeps.search_space import Space
 from runner.system.console import CRASHED, DONE, INTERRUPTED, REFUSED, STOPPED
@@ -280,4 +280,6 @@ class Search(JobSource):
         check(known in (None, described), "resume", "auto", why, f"take the change back; {_REMEDY}")
         if known is None:
             study.set_user_attr("space", described)
+            sampler = {"search": options.search, "seed": options.sampler_seed, "optuna": optuna.__version__}
+            study.set_user_attr("sampler", sampler | (TPE_OPTIONS if options.search == "tpe" else {}))
         return study

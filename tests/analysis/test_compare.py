@@ -328,3 +328,14 @@ def test_narrow_terminals_get_further_columns_below(tmp_path, monkeypatch):
         assert words.count("optimizer.lr=0.1") > 1, "each part of the table has the options, in one piece"
         assert {"0.8050", "difference", "p", "needed"} <= {*words}
         assert re.search(r" \[-\d\.\d+, \+\d\.\d+\] ", " ".join(words)), "intervals are in one piece"
+
+
+def test_a_job_that_the_pruner_stopped_is_pruned_and_not_stopped(tmp_path):
+    for name in ("000-a", "001-b", "002-c"):
+        write_run_directory(
+            tmp_path / name, f"optimizer.lr=0.{name[2]}", status="stopped" if name[2] != "0" else "done"
+        )
+    jobs = [{"state": state, "directory": name} for state, name in (("done", "000-a"), ("pruned", "001-b"))]
+    save_ledger(tmp_path, *jobs, {"state": "stopped", "directory": "002-c"})
+    found = Comparison([tmp_path])
+    assert [(each.run, each.state) for each in found.failures] == [("001-b", "pruned"), ("002-c", "stopped")]

@@ -6,6 +6,7 @@ import shutil
 import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -409,6 +410,18 @@ def test_an_evaluation_without_a_value_counts_when_trials_are_compared(tmp_path)
     assert [state for state, _, _ in study(source)] == ["COMPLETE"] * 6
     assert source._study.best_trial.number == 5
     assert sorted(source._study.best_trial.intermediate_values) == [*range(2, 10)]
+
+
+@pytest.mark.parametrize("search", ["tpe", "random"])
+def test_the_study_says_how_its_trials_are_proposed(search, tmp_path):
+    source, _, _ = searched(tmp_path, Local(search=search, trials=1, sampler_seed=3))
+    relied_on = {"multivariate": False, "constant_liar": True} if search == "tpe" else {}
+    assert source._study.user_attrs["sampler"] == {
+        "search": search,
+        "seed": 3,
+        "optuna": version("optuna"),
+        **relied_on,
+    }
 
 
 @pytest.mark.parametrize("best", [True, False])
