@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from runner.analysis.output import one_line
-from runner.analysis.saved_runs import MeasuredRun, find_runs, find_sweeps, is_locked, swept_keys
+from runner.analysis.saved_runs import MeasuredRun, find_runs_and_sweeps, is_locked, swept_keys
 from runner.analysis.significance import Contrast, contrast, corrected
 from runner.config.errors import ConfigError, check, did_you_mean
 from runner.config.overrides import as_typed, override_key
@@ -122,8 +122,9 @@ class Comparison:
     """
 
     def __init__(self, paths: list[Path], metric: str | None = None, against: str | None = None):
-        self.runs = runs = list(find_runs(paths))
-        self.ledgers = {path: ledger for path in find_sweeps(paths) if (ledger := read_ledger(path))}
+        self.runs, sweeps = find_runs_and_sweeps(paths)
+        runs = self.runs
+        self.ledgers = {path: ledger for path in sweeps if (ledger := read_ledger(path))}
         parents = {*(run.directory.absolute().parent for run in runs), *(path.absolute() for path in self.ledgers)}
         self._base = Path(os.path.commonpath(parents or {Path.cwd()}))
         self.keys = swept_keys(

@@ -7,7 +7,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +50,9 @@ class MeasuredRun:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """The config; empty if it cannot be read."""
+        """The config, which must not be changed; empty if it cannot be read."""
         try:
-            return saved_config(self.directory).values
+            return saved_config(self.directory, is_read_only=True).values
         except UnreadableConfigError:
             return {}
 
@@ -80,13 +80,14 @@ class MeasuredRun:
         numbers = ("seconds", "samples_per_second", "peak_memory_bytes", "world_size")
         return {key: value for key, value in result.items() if key not in numbers or is_number(value)}
 
-    @property
+    @cached_property
     def best(self) -> tuple[str, float] | None:
         """The tag and the value of the best evaluation, without a result that of the newest checkpoint; or None."""
         best = self.result.get("best")
         with suppress(DamagedError, ConfigError, OSError):
-            newest = self.directory / "checkpoints" / step_name(newest_step(self.directory))
-            best = best or read_manifest(newest).get("best")
+            if not best:
+                newest = self.directory / "checkpoints" / step_name(newest_step(self.directory))
+                best = read_manifest(newest).get("best")
         valid = isinstance(best, dict) and isinstance(best.get("metric"), str) and is_number(best.get("value"))
         return (best["metric"], float(best["value"])) if best and valid else None
 
@@ -126,7 +127,7 @@ class MeasuredRun:
         return {name: float(number) for name, number in numbers.items() if number > 0}  # 0: it was not measured
 
 
-def find_runs(paths: Iterable[Path]) -> Iterator[MeasuredRun]:
+def find_runs(paths: Collection[Path]) -> Iterator[MeasuredRun]:
     """Yield the runs at and below the directories `paths`, down to 50 levels below them, each run once.
 
     Links to directories are not followed. A run that is unfinished or cannot be read is yielded, too.
@@ -134,12 +135,14 @@ def find_runs(paths: Iterable[Path]) -> Iterator[MeasuredRun]:
     return (MeasuredRun(folder) for folder, is_run in _folders(paths) if is_run)
 
 
-def find_sweeps(paths: Iterable[Path]) -> Iterator[Path]:
-    """Yield the directories at and below `paths` that contain the ledger of a sweep, each once."""
-    return (folder for folder, is_run in _folders(paths) if not is_run and os.path.lexists(folder / LEDGER))
+def find_runs_and_sweeps(paths: Collection[Path]) -> tuple[list[MeasuredRun], list[Path]]:
+    """Return what `find_runs` yields, and the directories at and below `paths` with the ledger of a sweep."""
+    folders = [*_folders(paths)]
+    sweeps = [folder for folder, is_run in folders if not is_run and os.path.lexists(folder / LEDGER)]
+    return [MeasuredRun(folder) for folder, is_run in folders if is_run], sweeps
 
 
-def _folders(paths: Iterable[Path]) -> Iterator[tuple[Path, bool]]:
+def _folders(paths: Collection[Path]) -> Iterator[tuple[Path, bool]]:
     """Yield each directory at and below `paths`, except those inside a run directory, and whether it is one."""
     seen = set()
     for path in paths:
@@ -150,7 +153,7 @@ def _folders(paths: Iterable[Path]) -> Iterator[tuple[Path, bool]]:
             if is_run := known or newest_step(folder) > 0:
                 subfolders.clear()
             subfolders.sort()
-            if (real := folder.resolve()) not in seen:
+            if (real := folder.resolve() if len(paths) > 1 else folder) not in seen:
                 seen.add(real)
                 yield folder, is_run
 
@@ -165,15 +168,35 @@ def labels_of(config: dict[str, Any]) -> dict[str, Any]:
     Groups that the workload does not use, such as `env` of a classifier, are left out, if its class can be imported.
     """
     labels: dict[str, Any] = {}
-    unused: set[str] = set()
-    with suppress(Exception):  # the package of the workload may raise anything
-        unused = {*WORKLOAD_INPUTS} - {*component_fields(load_class(config["workload"]["_target_"], Workload))}
+    unused = _unused(str((config.get("workload") or {}).get("_target_")))
     for key, value in config.items():
         if not isinstance(value, dict):
             labels[key] = value
         elif key not in unused:
-            labels[key] = option_name(key, value)
-            labels |= {f"{key}.{name}": inner for name, inner in value.items() if name != "_target_"}
+            labels |= _labels_of_group(key, value)
+    return labels
+
+
+@cache
+def _unused(workload: str) -> set[str]:
+    with suppress(Exception):  # its package may raise anything
+        return {*WORKLOAD_INPUTS} - {*component_fields(load_class(workload, Workload))}
+    return set()
+
+
+_LABELS: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
+"""The content of a group and its labels, by the id of the content, which many configs share."""
+_MAX_LABELS = 10_000
+
+
+def _labels_of_group(key: str, node: dict[str, Any]) -> dict[str, Any]:
+    known, labels = _LABELS.get(id(node), (None, {}))
+    if known is not node:
+        if len(_LABELS) >= _MAX_LABELS:
+            _LABELS.clear()
+        values = {f"{key}.{name}": inner for name, inner in node.items() if name != "_target_"}
+        labels = {key: option_name(key, node)} | values
+        _LABELS[id(node)] = node, labels
     return labels
 
 

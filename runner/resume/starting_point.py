@@ -298,7 +298,7 @@ def _has_not_begun(path: Path) -> bool:
 def _differences(path: Path, run: Run) -> list[Difference] | None:
     """Return in what the run in `path` differs from `run`; None if there is no run whose config can be compared."""
     try:
-        saved = saved_config(path).values
+        saved = saved_config(path, is_read_only=True).values
     except UnreadableConfigError as error:
         may_have_checkpoints = True
         with suppress(ConfigError):  # they cannot be listed

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import re
 from collections.abc import Iterator
 from contextlib import suppress
+from copy import deepcopy
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,7 +55,7 @@ def config_files(directory: Path, config: dict[str, Any], overrides: list[str]) 
     return {directory / OVERRIDES: typed.encode(), directory / CONFIG: config_text(config).encode()}
 
 
-def parse_config(content: bytes) -> dict[str, Any]:
+def parse_config(content: bytes, is_read_only: bool = False) -> dict[str, Any]:
     """Return the plain values of a config that was written by `config_text`, with references (`${…}`) as texts.
 
     Raises:
@@ -61,7 +64,7 @@ def parse_config(content: bytes) -> dict[str, Any]:
     text, _, sha256 = content.partition(_SEAL)
     if sha256.strip() != hashlib.sha256(text).hexdigest().encode():
         raise _unreadable("its content does not match its SHA-256; options change on the command line")
-    return _plain(text, dict)
+    return _plain(text, dict) if is_read_only else deepcopy(_plain(text, dict))
 
 
 def _unreadable(why: str, source: object = ABSENT) -> UnreadableConfigError:
@@ -70,7 +73,8 @@ def _unreadable(why: str, source: object = ABSENT) -> UnreadableConfigError:
 
 def _plain(content: bytes, kind: type) -> Any:
     try:
-        values = plain_values(content.decode(), "file")
+        text = content.decode()
+        values = _by_parts(text, kind) or plain_values(text, "file")
     except (UnicodeDecodeError, ConfigError) as error:
         raise _unreadable(getattr(error, "why", str(error))) from None
     if not isinstance(values, kind):
@@ -78,11 +82,42 @@ def _plain(content: bytes, kind: type) -> Any:
     return values
 
 
-def saved_config(source: Path) -> SavedConfig:
+_PARTS = {dict: re.compile(r"^(?=[A-Za-z_]\w*:(?: |$))", re.MULTILINE), list: re.compile(r"^(?=- )", re.MULTILINE)}
+"""Where the parts of a YAML text begin: the keys of a mapping, or the items of a list."""
+
+_MAX_PART = 10_000
+
+
+def _by_parts(text: str, kind: type) -> Any:
+    """Return the values of a YAML text, which must not be changed; None if it has to be parsed as a whole.
+
+    Configs of many runs have most of their parts in common, which are parsed only once.
+    """
+    before, *parts = _PARTS[kind].split(text)
+    others = re.search(r"^(?:[^\s\w-]|---|\w+$)", text, re.MULTILINE)  # comments, markers, the end of a text over lines
+    if before or others or any(len(part) > _MAX_PART for part in parts):
+        return None
+    try:
+        found = [_part(part) for part in parts]
+    except ConfigError:  # of the whole, which may be valid, with its own line
+        return None
+    if kind is list:
+        return [item for [item] in found] if all(type(each) is list and len(each) == 1 for each in found) else None
+    is_mapping = all(type(each) is dict and len(each) == 1 for each in found)
+    values = {key: value for each in found for key, value in each.items()} if is_mapping else {}
+    return values if len(values) == len(found) else None
+
+
+@lru_cache(10_000)
+def _part(text: str) -> Any:
+    return plain_values(text, "file")
+
+
+def saved_config(source: Path, is_read_only: bool = False) -> SavedConfig:
     """Return the config of the run or the checkpoint at `source`, from the first intact one of its config files.
 
     For a run directory, these are its own, then the copies in its checkpoints, from the newest to the oldest; for a
-    checkpoint, its copy, then the config of the run directory.
+    checkpoint, its copy, then the config of the run directory. If it `is_read_only`, configs may share their values.
 
     Raises:
         UnreadableConfigError: if no config can be read.
@@ -93,7 +128,8 @@ def saved_config(source: Path) -> SavedConfig:
             try:
                 check_no_link(file.parent)
                 check_no_link(file.parent.parent)
-                return SavedConfig(parse_config(read_regular(file, MAX_BYTES)), file, unreadable)
+                values = parse_config(read_regular(file, MAX_BYTES), is_read_only)
+                return SavedConfig(values, file, unreadable)
             except (OSError, ValueError, UnreadableConfigError) as error:  # ValueError: a path with a null character
                 reason = getattr(error, "strerror", None) or getattr(error, "why", error)
                 unreadable.append(printable(f"{file.relative_to(directory_of(source))}: {reason}"))

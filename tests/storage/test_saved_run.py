@@ -1,15 +1,19 @@
 """Tests of `runner.storage.saved_run`: configs and overrides are read as they were written, or refused if damaged."""
 
+import hashlib
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from helpers.checkpoint_edits import sealed_config as sealed
+from helpers.compose import compose_config
 from helpers.permissions import enforced_permissions
 
 from runner.config.errors import ConfigError
 from runner.storage import saved_run
+from runner.storage.saved_run import UnreadableConfigError, config_text, parse_config
 
 TEXTS = ["1e-3", "016", "on", "12:30", "a: b", "- a", "", " a ", "ü", "x\ty", "a\nb", "#a", '"', "\\"]
 TEXTS += ["\x85\u2028", "a\udcffb", "\x1b[31m", "\ufeffa", "\x00", "5" * 5_000, ":".join(["59"] * 1_000)]
@@ -157,3 +161,35 @@ def test_overrides_are_shown_as_they_were_typed(content, wanted, tmp_path):
     assert saved_run.saved_overrides(tmp_path) == [], "there is no file"
     (tmp_path / "overrides.yaml").write_bytes(content)
     assert saved_run.saved_overrides(tmp_path) == wanted
+
+
+@pytest.mark.cases(
+    ("a: 1\nb:\n  c: [1, 2]\nd:\n- 1\n- x: 2\n", {"a": 1, "b": {"c": [1, 2]}, "d": [1, {"x": 2}]}),
+    ("a: 'x\n\n  b: 2'\nc: 3\n", {"a": "x\nb: 2", "c": 3}),
+    ("a: |\n  x\n  y\nb: null\n", {"a": "x\ny\n", "b": None}),
+    ('{"a": 1,\n"b": {"c": 2}}\n', {"a": 1, "b": {"c": 2}}),
+    ("# comment\na: 1\n", {"a": 1}),
+    ("a: 1\na: 2\n", None),
+    ("a: 1\n- 2\n", None),
+    ("a: &x 1\nb: *x\n", None),
+    ("- 1\n", None),
+)
+def test_the_parts_of_a_config_are_read_as_the_whole(text, values):
+    content = f"{text}# sha256 of the lines above: {hashlib.sha256(text.encode()).hexdigest()}\n".encode()
+    if values is None:
+        with pytest.raises(UnreadableConfigError):
+            parse_config(content)
+    else:
+        assert parse_config(content) == parse_config(content, is_read_only=True) == values
+
+
+def test_what_configs_have_in_common_is_parsed_once_and_copied(tmp_path):
+    config = compose_config()
+    texts = [config_text(config | {"seed": seed}).encode() for seed in range(20)]
+    parse_config(texts[0])
+    with mock.patch.object(saved_run, "plain_values", wraps=saved_run.plain_values) as parse:
+        found = [parse_config(text) for text in texts]
+        assert sum(len(call.args[0]) for call in parse.call_args_list) < 20 * len("seed: 19\n")
+    assert found == [config | {"seed": seed} for seed in range(20)]
+    found[0]["optimizer"]["lr"] = "changed"
+    assert parse_config(texts[0]) == config | {"seed": 0}
