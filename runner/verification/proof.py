@@ -26,13 +26,15 @@ from runner.config.errors import ConfigError, described
 from runner.config.options import chosen_option
 from runner.config.schema import component_fields
 from runner.model.networks import NamedModel
+from runner.parallel.attributes import plain_values_kept
 from runner.parallel.base import Parallel
+from runner.parallel.buffers import buffers_kept
 from runner.parallel.collectives import Collectives
 from runner.parallel.session import Session
 from runner.precision import Double, Precision
 from runner.run import Run
 from runner.schedule import Schedule
-from runner.seeds import derive, random_states, set_random_states
+from runner.seeds import random_states, set_random_states
 from runner.system import torch_errors
 from runner.tracking.log_file import quiet
 from runner.tracking.metrics import DivergedError
@@ -263,12 +265,12 @@ class _Proof:
     def _trains_with_buffers(self) -> bool:
         """Return whether the loss of a training step depends on the values of floating-point buffers."""
         run, losses = self._copied(Precision(), Parallel()), []
+        model = run.workload.build_model().to(self._session.device)
+        _SWITCHES[self._switch](model.train())
+        modules = [each for each in (model, run.workload.loss_module()) if each is not None]
         for change in (0.0, 1.0):
-            torch.manual_seed(derive(run.seed, "weights"))
-            model = run.workload.build_model().to(self._session.device)
-            _SWITCHES[self._switch](model.train())
             batch = next(run.workload.batches(model, Plan(run.batch_size, seed=run.seed), 0, self._session.device))
-            with torch.no_grad():
+            with buffers_kept(modules), plain_values_kept(torch.nn.ModuleList(modules)), torch.no_grad():
                 for buffer in model.buffers():
                     buffer += change if buffer.is_floating_point() else 0
                 losses.append(run.workload.loss(model, batch)[0])
