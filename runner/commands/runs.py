@@ -63,9 +63,9 @@ def main(arguments: Sequence[str] | None) -> int:
 
 def _entry(run: MeasuredRun, now: float) -> dict[str, Any]:
     path, times = run.directory, []
-    for name in os.listdir(path):
+    for entry in list(os.scandir(path)):
         with suppress(FileNotFoundError):  # a running run has removed or renamed it
-            times.append(os.lstat(path / name).st_mtime)
+            times.append(entry.stat(follow_symlinks=False).st_mtime)
     metric, best = run.best or ("", None)
     return {
         "directory": printable(str(path)).replace("\n", "\\n"),
