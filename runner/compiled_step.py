@@ -77,7 +77,7 @@ class CompiledStep:
                     gradient.zero_()
             with timer.section("step"), run.parallel.measured(micro), self._settings():
                 if micro.is_last:
-                    run.schedule.set_lr(state.optimizer, step.number - 1, session.num_steps)
+                    state.rates.set_lr(state.optimizer, step.number - 1, session.num_steps)
                     sums, norm = self._train(batch, micro.weight)
                     if self._averages:
                         self._share.fill_(self._later_share)

@@ -1,12 +1,14 @@
 """Learning rate schedules: a factor for the learning rate, as a pure function of the number of updates.
 
-It has no state to save, even if loss scaling has skipped steps.
+It has no state to save, even if loss scaling has skipped steps. That of `runner.plateau` depends on evaluations, too.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -33,15 +35,64 @@ class Schedule:
         """Return the factor after the warm-up; `update` and `num_updates` are counted from its end."""
         return 1.0
 
+    @property
+    def is_stretched(self) -> bool:
+        """Whether the factors of a run depend on its length."""
+        return self.warmup > 0 or type(self).after_warmup is not Schedule.after_warmup
+
+    def check_evaluations(self, directions: Mapping[str, str], eval_every: int) -> None:
+        """Raise `ConfigError` if the schedule needs an evaluation that the run does not have (see `Stop`)."""
+
+    def build(self, directions: Mapping[str, str], selection: tuple[str, str]) -> Rates:
+        """Return the rates of a run.
+
+        `directions` has the `min` or `max` of each evaluation metric; `selection` is the metric that selects the best
+        checkpoint, and its own.
+        """
+        return Rates(self)
+
+
+class Rates:
+    """The learning rates of a run with a `schedule`. This class has no state."""
+
+    _scale = 1.0
+
+    def __init__(self, schedule: Schedule):
+        self._schedule = schedule
+
     def set_lr(self, optimizer: torch.optim.Optimizer, update: int, num_updates: int) -> None:
-        """Set the learning rate of `optimizer` for the update with index `update` (see `factor`)."""
-        factor = self.factor(update, num_updates)
+        """Set the learning rate of `optimizer` for the update with index `update` (see `Schedule.factor`)."""
+        factor = self._scale * self._schedule.factor(update, num_updates)
         for group in optimizer.param_groups:
             rate = factor * group.setdefault("initial_lr", group["lr"])
             if isinstance(group["lr"], torch.Tensor):  # of a compiled step, which reads its memory
                 group["lr"].fill_(rate)
             else:
                 group["lr"] = rate
+
+    def evaluated(self, metrics: Mapping[str, float], step: int) -> None:
+        """Take the evaluation after `step` into account: the value of each metric by tag, the same on all ranks."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state for a checkpoint."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore `state`, which `state_dict` returned, perhaps that of another schedule."""
+
+
+@dataclass
+class Linear(Schedule):
+    """A linear fall of the factor from 1 to `final`."""
+
+    final: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_range(self, "final", least=0, most=1)
+
+    def after_warmup(self, update: int, num_updates: int) -> float:
+        return 1 + (self.final - 1) * update / num_updates
 
 
 @dataclass

@@ -21,7 +21,6 @@ from runner.parallel.modules import Modules
 from runner.parallel.session import Session
 from runner.result import Result
 from runner.run import Run, config_hash
-from runner.schedule import Schedule
 from runner.seeds import random_states, set_random_states
 from runner.storage.checkpoint import SIGNATURE, Checkpoint
 from runner.storage.checkpoints import Checkpoints, prune
@@ -68,6 +67,7 @@ class State:
         self.has_saved = False  # whether a checkpoint has been written, or begun, in this session
         self.average = run.ema.build(model)
         self.stopping = run.stop.build(session.eval_metrics)
+        self.rates = run.schedule.build(session.eval_metrics, run.workload.selection)
         # Whether an average or a target network follows the weights, which must not move if an update is skipped.
         has_target = type(run.workload).after_step is not Workload.after_step
         self.weights_are_followed = has_target or run.ema.decay is not None
@@ -177,7 +177,7 @@ class State:
         self.load(checkpoint)
         log.info("resumed after step %d", self.step)
         schedule, num_steps, before = self.run.schedule, self.session.num_steps, checkpoint.state["num_steps"]
-        if before not in (0, num_steps) and schedule != Schedule() and 0 < self.step < num_steps:  # 0: not known
+        if before not in (0, num_steps) and schedule.is_stretched and 0 < self.step < num_steps:  # 0: not known
             text = "the run has %d steps instead of %d: the learning rate schedule is stretched to them, "
             text += "and goes on at %.3g × optimizer.lr"
             log.info(text, num_steps, before, schedule.factor(self.step, num_steps))
@@ -214,7 +214,8 @@ class State:
         is_older = not {"buffers", "replicas"} & local.keys()  # without the state of a loss, `random` and NumPy
         like |= {"loss": [dict]} if "loss" in shared or not is_older else {}
         like |= {"attributes": {str: object}} if "attributes" in shared else {}
-        like |= {"workload": {str: float}} if "workload" in shared else {}  # not in an older one
+        later = {"workload": {str: float}, "schedule": dict}
+        like |= {key: form for key, form in later.items() if key in shared}  # not in an older one
         check_like(shared, like, "the state")
         if shared["best"]:
             check_like(shared["best"], {"metric": str, "value": float, "step": int}, "the best evaluation")
@@ -226,6 +227,7 @@ class State:
         load(self.optimizer, checkpoint.tensors, shared["optimizer"])
         self.average.load(checkpoint.ema, lambda averages, state: load(averages, checkpoint.tensors, state))
         self.stopping.load_state_dict(shared["stop"])
+        self.rates.load_state_dict(shared.get("schedule", {}))
         run.precision.load_state_dict(shared["precision"])
         self.step, self.metrics, self.best = checkpoint.step, shared["metrics"], shared["best"]
         self.logged_step = shared["logged"]
@@ -283,6 +285,7 @@ class State:
             "loss": loss,
             "attributes": attributes,
             "workload": run.workload.shared_state(),
+            "schedule": self.rates.state_dict(),
         }
         local = {
             "workload": copy.deepcopy(run.workload.state_dict()),
@@ -324,6 +327,7 @@ class State:
             raise DivergedError(self.step, broken[0])
         self.metrics |= metrics
         self.stopping.evaluated(metrics, self.step)
+        self.rates.evaluated(metrics, self.step)
         name, direction = self.run.workload.selection
         value, best = metrics[f"eval/{name}"], self.best.get("value")
         if not math.isfinite(value) or (best is not None and not {"max": value > best, "min": value < best}[direction]):

@@ -247,7 +247,7 @@ def train_step(state: State, batches: Iterator[Any], step: Step, log_due: bool) 
     state.metric_buffer.end_step(min(step.local, step.number))  # in the last round, `local` may be beyond the end
     with timer.section("optimizer"):
         num_skipped = run.precision.num_skipped()
-        run.schedule.set_lr(state.optimizer, step.number - 1 - num_skipped, session.num_steps)
+        state.rates.set_lr(state.optimizer, step.number - 1 - num_skipped, session.num_steps)
         clip = partial(run.parallel.clip_gradients, model, run.max_grad_norm)
         clip_due = log_due or run.max_grad_norm is not None
         combine_overflow = session.collectives.combine_overflow if session.plan.splits_network else None

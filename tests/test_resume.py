@@ -220,6 +220,25 @@ def test_resume_with_changed_options_stays_within_tolerance(changes, tolerance, 
         assert difference <= tolerance, (name, difference)
 
 
+def test_the_rates_of_a_plateau_follow_its_evaluations_and_a_resume(tmp_path):
+    """The best accuracy is reached soon: with a patience of one evaluation, the rate then falls several times."""
+    words = ("steps=24", "eval_every=2", "log_every=1", "schedule=plateau", "schedule.patience=1", "schedule.gamma=0.5")
+    words += ("schedule.metric=eval/accuracy", "schedule.threshold=0.5", "optimizer.lr=0.2")
+    whole = train(tmp_path / "whole", *words)
+    train(tmp_path / "run", *words, signalled=13)
+    resumed = train(tmp_path / "run", *words)
+    assert_bitwise_equal(run_outcome(resumed.directory), run_outcome(whole.directory))
+    curves = scalar_curves(whole.directory)
+    given = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.2)
+    torch_schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(given, "max", 0.5, 1, 0.5)
+    accuracy, rates = dict(curves["eval/accuracy"]), dict(curves["lr"])
+    for step in range(1, 25):
+        assert rates[step] == pytest.approx(given.param_groups[0]["lr"])
+        if step in accuracy:
+            torch_schedule.step(accuracy[step])
+    assert rates[24] < 0.06
+
+
 def test_a_longer_resume_says_that_the_schedule_is_stretched(tmp_path, caplog):
     for schedule in ("cosine", "constant"):
         train(tmp_path / schedule, "steps=6", f"schedule={schedule}")

@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch.optim import lr_scheduler
 
-from runner.schedule import Cosine, OneCycle, Schedule, Step
+from runner.config.errors import ConfigError
+from runner.plateau import Plateau
+from runner.schedule import Cosine, Linear, OneCycle, Schedule, Step
 
 PEAK = 0.3
 
@@ -31,9 +33,9 @@ def torch_rates(make: Callable[[torch.optim.Optimizer], lr_scheduler.LRScheduler
 
 
 def our_rates(schedule: Schedule, num_updates: int) -> list[float]:
-    chosen, rates = optimizer(), []
+    chosen, rates, of_run = optimizer(), [], schedule.build({}, ("loss", "min"))
     for update in range(num_updates):
-        schedule.set_lr(chosen, update, num_updates)
+        of_run.set_lr(chosen, update, num_updates)
         rates.append(chosen.param_groups[0]["lr"])
     return rates
 
@@ -57,6 +59,72 @@ def test_cosine_is_cosine_annealing_lr(num_updates, final):
         lambda o: lr_scheduler.CosineAnnealingLR(o, T_max=num_updates, eta_min=final * PEAK), num_updates
     )
     assert our_rates(Cosine(final=final), num_updates) == close(expected)
+
+
+@pytest.mark.parametrize("num_updates", [1, 7, 100])
+@pytest.mark.parametrize("final", [0.0, 0.25])
+def test_linear_is_linear_lr(num_updates, final):
+    def make(o: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
+        return lr_scheduler.LinearLR(o, start_factor=1.0, end_factor=final, total_iters=num_updates)
+
+    assert our_rates(Linear(final=final), num_updates) == close(torch_rates(make, num_updates))
+
+
+PLATEAUS = (
+    Plateau(patience=0),
+    Plateau(patience=2, gamma=0.5, final=0.1),
+    Plateau(patience=1, gamma=0.3, threshold=0.2, cooldown=3),
+    Plateau(patience=1, gamma=0.5, threshold=0.05, threshold_mode="abs", cooldown=1),
+)
+
+
+@pytest.mark.parametrize("direction", ["min", "max"])
+@pytest.mark.parametrize("schedule", PLATEAUS)
+def test_plateau_is_reduce_lr_on_plateau_also_after_a_resume(schedule, direction):
+    """The metric improves by less and less, is sometimes worse, and is not defined at two evaluations."""
+    noise = torch.rand(60, generator=torch.Generator().manual_seed(1)).tolist()
+    values = [1 + (2 / (k + 1) + noise[k] / 5) * (1 if direction == "min" else -1) for k in range(60)]
+    values[20] = values[41] = math.nan
+    chosen, mine, goal = optimizer(), optimizer(), {"a": "min" if direction == "max" else "max", "b": direction}
+    scheduler = lr_scheduler.ReduceLROnPlateau(
+        chosen, direction, schedule.gamma, schedule.patience, schedule.threshold, schedule.threshold_mode,
+        schedule.cooldown, min_lr=schedule.final * PEAK,
+    )  # fmt: skip
+    rates = schedule.build(goal, ("b", direction))
+    for step, value in enumerate(values, start=1):
+        scheduler.step(value)
+        rates.evaluated({"eval/a": 0.0, "eval/b": value}, step)
+        again = schedule.build(goal, ("b", direction))
+        again.load_state_dict(rates.state_dict())
+        rates = again
+        rates.set_lr(mine, step, 100)
+        assert mine.param_groups[0]["lr"] == pytest.approx(chosen.param_groups[0]["lr"], rel=1e-9, abs=2e-8)
+    assert mine.param_groups[0]["lr"] < PEAK
+
+
+def test_the_rate_is_reduced_for_a_constant_negative_metric_and_not_for_one_that_rises():
+    """As -1 is no improvement on -1; `ReduceLROnPlateau` takes it for one, as it multiplies by 1 - threshold."""
+    for values, wanted in (([-1.0] * 5, PEAK * 0.1), ([-5.0, -4.0, -3.0, -2.0, -1.0], PEAK)):
+        rates, chosen = Plateau(metric="eval/r", patience=3).build({"r": "max"}, ("loss", "min")), optimizer()
+        for step, value in enumerate(values):
+            rates.evaluated({"eval/r": value}, step)
+        rates.set_lr(chosen, 0, 10)
+        assert chosen.param_groups[0]["lr"] == pytest.approx(wanted)
+
+
+def test_the_warm_up_of_plateau_is_that_of_other_schedules():
+    assert our_rates(Plateau(warmup=0.1), 100) == our_rates(Schedule(warmup=0.1), 100)
+    assert [schedule.is_stretched for schedule in (Schedule(), Plateau(), Plateau(warmup=0.1), Linear())] == [
+        *(False, False),
+        *(True, True),
+    ]
+
+
+def test_a_plateau_needs_evaluations_of_its_metric():
+    with pytest.raises(ConfigError, match=r"^schedule\.metric: got 'eval/los': .*\n.*eval/loss"):
+        Plateau(metric="eval/los").check_evaluations({"loss": "min"}, 5)
+    with pytest.raises(ConfigError, match=r"^eval_every: got 0"):
+        Plateau().check_evaluations({"loss": "min"}, 0)
 
 
 @pytest.mark.parametrize("num_updates", [7, 50, 101, 1000])
@@ -86,6 +154,6 @@ def test_every_group_keeps_its_own_rate():
     groups = [{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": lr} for lr in (0.1, 0.4)]
     chosen = torch.optim.SGD(groups)
     for update in (0, 50, 99, 50):  # in any order: the factor is a pure function of the update
-        Cosine().set_lr(chosen, update, 100)
+        Cosine().build({}, ("loss", "min")).set_lr(chosen, update, 100)
         factor = (1 + math.cos(math.pi * update / 100)) / 2
         assert [group["lr"] for group in chosen.param_groups] == pytest.approx([0.1 * factor, 0.4 * factor])

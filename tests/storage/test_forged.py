@@ -108,7 +108,9 @@ def may_be(keys: checkpoint_edits.Keys, value: Any, forged: Any) -> bool:
     ):  # a run without evaluation, a parameter without gradient, an element of a list
         is_optional = keys[0] in ("metrics", "optimizer") and len(keys) == 2
         return (
-            isinstance(keys[-1], int) or is_optional or keys in (("num_steps",), ("attributes",), ("workload",))
+            isinstance(keys[-1], int)
+            or is_optional
+            or keys in (("num_steps",), ("attributes",), ("workload",), ("schedule",))
         )  # an older one has none
     if forged is None and keys == ("workload", "environments"):  # of environments whose state cannot be saved
         return True

@@ -1,0 +1,98 @@
+"""A learning rate that is reduced when an evaluation metric stops improving."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from runner.config.errors import check, check_choice, check_range
+from runner.schedule import Rates, Schedule
+from runner.storage.value_checks import UnexpectedContentError, check_like
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Plateau(Schedule):
+    """`torch.optim.lr_scheduler.ReduceLROnPlateau` after a linear warm-up, explained in `conf/schedule/plateau.yaml`.
+
+    Evaluations are the same in all processes, and in all modes, and so is the rate.
+    """
+
+    metric: str | None = None
+    gamma: float = 0.1
+    patience: int = 10
+    threshold: float = 1e-4
+    threshold_mode: str = "rel"
+    cooldown: int = 0
+    final: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_range(self, "gamma", above=0, below=1)
+        check_range(self, "patience", least=0)
+        check_range(self, "threshold", least=0)
+        check_choice(self, "threshold_mode", ("rel", "abs"))
+        check_range(self, "cooldown", least=0)
+        check_range(self, "final", least=0, most=1)
+
+    def check_evaluations(self, directions: Mapping[str, str], eval_every: int) -> None:
+        tags = sorted(f"eval/{name}" for name in directions)
+        why, remedy = (
+            "evaluations of this workload have no such metric with a known goal;",
+            f"choose from: {', '.join(tags)}",
+        )
+        check(self.metric in (None, *tags), "schedule.metric", self.metric, why, remedy)
+        why = "the only evaluation is at the end of the run, after which no learning rate counts"
+        remedy = "eval_every=N evaluates every N steps, eval_every=null once per epoch, or ten times without epochs"
+        check(eval_every > 0, "eval_every", eval_every, why, remedy)
+
+    def build(self, directions: Mapping[str, str], selection: tuple[str, str]) -> Rates:
+        named = selection if self.metric is None else (self.metric, directions[self.metric.removeprefix("eval/")])
+        return _OnPlateau(self, f"eval/{named[0].removeprefix('eval/')}", named[1])
+
+
+class _OnPlateau(Rates):
+    """The rates of a run, and what its evaluations were so far."""
+
+    def __init__(self, options: Plateau, metric: str, direction: str):
+        super().__init__(options)
+        self._options, self._metric, self._is_max = options, metric, direction == "max"
+        worst = -math.inf if self._is_max else math.inf
+        self._seen: dict[str, Any] = {"metric": metric, "best": worst, "waited": 0, "cooldown": 0, "factor": 1.0}
+
+    @property
+    def _scale(self) -> float:
+        return self._seen["factor"]
+
+    def evaluated(self, metrics: Mapping[str, float], step: int) -> None:
+        options, seen, value = self._options, self._seen, metrics[self._metric]
+        margin = options.threshold * (abs(seen["best"]) if options.threshold_mode == "rel" else 1.0)
+        if math.isinf(seen["best"]):
+            is_better = math.isfinite(value)
+        else:
+            is_better = value > seen["best"] + margin if self._is_max else value < seen["best"] - margin
+        seen |= {"best": value, "waited": 0} if is_better else {"waited": seen["waited"] + 1}
+        if seen["cooldown"] > 0:
+            seen |= {"cooldown": seen["cooldown"] - 1, "waited": 0}
+        if seen["waited"] > options.patience:
+            factor = max(seen["factor"] * options.gamma, options.final)
+            seen |= {"factor": factor, "cooldown": options.cooldown, "waited": 0}
+            text = "step %d: %s has not improved on %.6g: the learning rate goes on at %.3g × optimizer.lr"
+            log.info(text, step, self._metric, seen["best"], factor)
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self._seen)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if not state:  # of another schedule
+            return
+        like = {"metric": str, "best": float, "waited": int, "cooldown": int, "factor": float}
+        check_like(state, like, "the schedule")
+        if not 0 <= state["factor"] <= 1:
+            raise UnexpectedContentError("the schedule has a factor that is not between 0 and 1")
+        now = self._seen | {"factor": state["factor"]}  # another metric has to improve on itself
+        self._seen = dict(state) if state["metric"] == self._metric else now
