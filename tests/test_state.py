@@ -1,12 +1,14 @@
 """Tests that all state of a run is saved and restored, and that evaluations and checkpoints do not change training."""
 
 import copy
+import json
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from helpers.checkpoint_edits import read_checkpoint_file, rewrite_manifest, write_checkpoint_file
 from helpers.plain_loop import largest_difference, weights_at
 from helpers.runs import assert_bitwise_equal
 from helpers.stateful_objects import (
@@ -20,6 +22,7 @@ from helpers.stateful_objects import (
     Unsavable,
     Weighted,
     evolving,
+    named_chain,
     odd,
     quiet,
     train_given,
@@ -218,6 +221,33 @@ def test_lists_that_change_and_numbers_that_differ_between_processes_are_said(ra
     assert "model: Remembers.seen changes in training, and no checkpoint has it" in log
     assert "model: Remembers.mean differs between processes" in log
     assert "Remembers.constant" not in log
+
+
+def made_older(checkpoint: Path) -> None:
+    """Remove what runs of an earlier version did not save."""
+    for file, keys in (("state.pt", ["attributes", "loss"]), ("rank_*.pt", ["buffers", "replicas", "random"])):
+        for path in checkpoint.glob(file):
+            content = read_checkpoint_file(path)
+            random = {"cpu": content["random"]["cpu"]} if "random" in content else {}
+            kept = {key: value for key, value in content.items() if key not in keys}
+            write_checkpoint_file(path, kept | ({"random": random} if random else {}))
+    signature = json.loads((checkpoint / "model.json").read_text())
+    (checkpoint / "model.json").write_text(json.dumps({"data": signature["data"]}))
+    rewrite_manifest(checkpoint)
+
+
+@pytest.mark.parametrize(("count", "mode"), [(1, "single"), (2, "ddp"), (2, "pipeline parallel.cuts=[tanh]")])
+def test_a_checkpoint_of_an_earlier_version_is_resumed_bitwise(count, mode, ranks, tmp_path):
+    def train(name: str, steps: int) -> None:
+        (tmp_path / name).mkdir(exist_ok=True)
+        call = partial(train_given, words(mode, f"steps={steps}", "eval_every=0"), model=named_chain, loss=None)
+        ranks(count).call_on_all(call, tmp_path / name)
+
+    train("whole", 4)
+    train("older", 2)
+    made_older(tmp_path / "older/checkpoints/step_00000002")
+    train("older", 4)
+    assert_bitwise_equal(weights_at(tmp_path / "older", 4), weights_at(tmp_path / "whole", 4))
 
 
 def test_names_that_a_network_gives_its_state_are_those_of_its_checkpoint(tmp_path):

@@ -92,8 +92,8 @@ def main(arguments: Sequence[str] | None) -> int:
             raise ConfigError("SOURCE", error.got, error.why, error.remedy) from None
     prefix = "module." if options.module_prefix else ""
     _write(renamed(tensors, lambda name: prefix + name), path, signature)
-    values = sum(each.numel() for each in tensors.values() if isinstance(each, torch.Tensor))
-    print(f"{path}: {len(tensors)} tensors, {values:,} values, from {origin}")
+    sizes = [each.numel() for each in tensors.values() if isinstance(each, torch.Tensor)]
+    print(f"{path}: {len(sizes)} tensors, {sum(sizes):,} values, from {origin}")
     print(f"start from it: {text_override('model.weights', path)}")
     return DONE
 

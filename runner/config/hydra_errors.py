@@ -44,6 +44,7 @@ def _no_such_option(error: Exception) -> ConfigError | None:
     if is_file(f"{group}={option}"):  # a typed one never gets here
         return chosen_by_file(group, option)
     names = list(option_files().get(group, []))
+    names += sorted(name for name in {*(error.options or [])} - {*names} if name[0] != "_")  # of --config-dir
     is_switch = option.lower() in ("true", "false", "yes", "no", "on", "off")
     remedy = f"choose from: {', '.join(names)}" if is_switch else did_you_mean(option, names)
     for pattern, instead in _BY_KEY.items():

@@ -314,16 +314,25 @@ def _watched(name: str, hook: Callable[..., object]) -> Callable[..., object]:
         found = [group["lr"] for group in state.optimizer.param_groups]
         return [(id(rate), rate._version) if hasattr(rate, "_version") else rate for rate in found]
 
-    def trained(state: Any) -> dict[str, bool]:
-        return {key: parameter.requires_grad for key, parameter in state.model.named_parameters()}
+    def names(model: Any) -> set[str]:
+        return {key for key, parameter in model.named_parameters() if parameter.requires_grad}
+
+    modules, at_first = functools.cache(lambda model: [*model.modules()]), functools.cache(names)
+
+    def trained(model: Any) -> list[Any]:  # without names, which take longer to find than a small step
+        found = [p is not None and p.requires_grad for each in modules(model) for p in each._parameters.values()]
+        return found + [id(child) for each in modules(model) for child in each._modules.values()]
 
     def watched(state: Any, *more: Any) -> None:
-        before, trained_before = rates(state), trained(state)
+        at_first(state.model)
+        before, trained_before = rates(state), trained(state.model)
         hook(state, *more)
-        if changed := sorted(key for key, value in trained(state).items() if value != trained_before.get(key)):
-            why = f"it changes requires_grad ({changed[0]}), but what is trained is decided before the first step"
-            remedy = "model.freeze=[…] in a first run, and model.weights=FILE, a checkpoint of it, in a second one"
-            raise ConfigError(name, ABSENT, why, remedy)
+        if trained(state.model) != trained_before:
+            modules.cache_clear()  # some may have been replaced
+            if changed := sorted(at_first(state.model) ^ names(state.model)):
+                why = f"it changes requires_grad ({changed[0]}), but what is trained is decided before the first step"
+                remedy = "model.freeze=[…] in a first run, and model.weights=FILE, a checkpoint of it, in a second one"
+                raise ConfigError(name, ABSENT, why, remedy)
         if rates(state) != before:
             warn("%s has set the learning rate: no effect, use optimizer.lr=… and schedule=…, which set it", name)
 

@@ -76,7 +76,8 @@ def map_style(given: Any) -> Any:
         check(len(given) == 2, "", name, why, remedy)
         inputs, targets = map(_tensor, given)
         why = f"there are {len(inputs)} inputs and {len(targets)} targets"
-        check(0 < len(inputs) == len(targets), "", name, why, "pass one target for each input")
+        remedy = "pass one target for each input" if len(inputs) else "pass samples; held-out ones are needed as well"
+        check(0 < len(inputs) == len(targets), "", name, why, remedy)
         made = TensorDataset(single(inputs), targets)
         made.classes = _classes_of(of)  # pyright: ignore[reportAttributeAccessIssue]
         return made

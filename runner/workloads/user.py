@@ -103,6 +103,12 @@ class UserWorkload(CrossEntropyWorkload[Samples]):
         why = "it is no dict from names, loss not among them, to functions of (outputs, targets)"
         usable = isinstance(given, Mapping) and "loss" not in given and all(map(callable, given.values()))
         check(usable, "metrics", given, why, 'metrics={"accuracy": function}')
+        for name, metric in given.items():
+            check(isinstance(name, str) and name.strip() != "", "metrics", name, "it is no name", 'metrics={"f1": …}')
+            why, remedy = "it is a class, and no metric", f"pass an object of it: {getattr(metric, '__name__', '')}(…)"
+            check(not isinstance(metric, type), f"metrics.{name}", metric, why, remedy)
+            why, remedy = "it is a collection of several metrics", "give each a name: metrics={**collection}"
+            check(not hasattr(metric, "add_metrics"), f"metrics.{name}", type(metric).__name__, why, remedy)
         named = {name: of_samples(name, self._of_classes) for name in self._names}
         why, remedy = "the file defines a metric of this name", "leave one of the two out"
         check(not {*given} & {*named}, "workload.metrics", self._names, why, remedy)

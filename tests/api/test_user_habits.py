@@ -63,6 +63,15 @@ class Dict(Net):
         return {"logits": super().forward(x), "more": (x,)}
 
 
+class Several:
+    """A collection of metrics, as of torchmetrics."""
+
+    def add_metrics(self, *metrics: Any) -> None: ...
+
+    def __call__(self, outputs: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"right": right(outputs, targets)}
+
+
 def trained(*words: str, model: Any = Net, data: Any = TENSORS, **more: Any) -> tuple[Any, dict[str, torch.Tensor]]:
     result = runner.train([*SHORT, *words], model=model, data=data, **more)
     return result, weights_at(result.directory, result.steps)
@@ -235,6 +244,11 @@ def shifted(by: int) -> Any:
     ({"loss": lambda outputs, targets: outputs}, "loss", "scalar"),
     ({"loss": 3}, "loss", "function"),
     ({"metrics": [right]}, "metrics", "dict"),
+    ({"metrics": {"": right}}, "metrics", "no name"),
+    ({"metrics": {3: right}}, "metrics", "no name"),
+    ({"metrics": {"a": Several}}, "metrics.a", "Several(…)"),
+    ({"metrics": {"a": Several()}}, "metrics.a", "**collection"),
+    ({"model": Net().requires_grad_(False)}, "model", "none of its parameters is trained"),
     ({"metrics": {"a": lambda outputs, targets: outputs.argmx(1)}}, "metrics.a", "argmx"),
     ({"metrics": {"a": lambda outputs: outputs}}, "metrics.a", "argument"),
     ({"metrics": {"a": lambda outputs, targets: "high"}}, "metrics.a", "number"),
@@ -353,4 +367,6 @@ def test_an_extra_state_that_is_a_dict_is_averaged_sharded_and_converted(capsys)
     averages = [runner.load(each.directory, model=StepCounter).model("last") for each in (plain, sharded)]
     assert largest_difference(*(dict(each.named_parameters()) for each in averages)) < 1e-6
     assert convert.main([str(plain.directory), "net.safetensors"]) == 0
-    assert "left out, as only .pt holds what is no tensor: _extra_state" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "left out, as only .pt holds what is no tensor: _extra_state" in said
+    assert "net.safetensors: 4 tensors, " in said

@@ -155,11 +155,6 @@ def test_code_that_has_changed_since_the_training_is_said_also_of_what_a_file_im
         assert "mine.py has changed" not in said
 
 
-def test_ddp_says_nothing_of_a_network_that_uses_all_of_its_parameters(here):
-    words = ("workload=mine.py", "model=networks.py:wide", *SMALL, "parallel=ddp", "proof=false")
-    assert "find_unused_parameters" not in succeeds(here, *words)
-
-
 def test_a_stopped_agent_in_an_environment_of_a_module_resumes_as_printed(here):
     agent = ("workload=dqn", "env.id=helpers.talking_env:Talking-v0", "device=cpu", "steps=4", "workload.warm_up=100")
     code, console = run_command(*agent, "workload.eval_episodes=2", "stop.max_time=1e-6", cwd=here)

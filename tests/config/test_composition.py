@@ -1,6 +1,7 @@
 """Tests of `runner.config.composition`: Hydra only composes configs, and must not run code or write files."""
 
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from runner.config.composition import Composer
 from runner.config.errors import ConfigError
+from runner.config.hydra_errors import config_error
 from runner.sweeps.sweep_jobs import SweepJobs
 
 
@@ -146,3 +148,13 @@ def test_option_files_that_have_changed_are_read_again(tmp_path):
     experiment.unlink()
     with pytest.raises(MissingConfigException):
         values()
+
+
+def test_options_of_a_config_dir_are_among_those_to_choose_from(tmp_path):
+    for typed in ("mien", "nothing_like_it"):
+        with pytest.raises(MissingConfigException) as raised:
+            options(tmp_path / typed, "experiment/mine", "steps: 10").run([f"experiment={typed}"])
+        refusal = config_error(raised.value)
+        assert refusal is not None
+        assert (refusal.key, refusal.got) == ("experiment", typed)
+        assert "mine" in re.split(r"\W+", refusal.remedy)

@@ -187,6 +187,8 @@ MISSING = pandas.array([1, None, *[2] * 58], dtype="Int64")
         ((X, Y, Y), ("3 arrays", "column_stack")),
         (TensorDataset(X, Y, Y), ("3 arrays", "column_stack")),
         (TensorDataset(X), ("1 arrays",)),
+        (((X, Y), (X[:0], Y[:0])), ("there are 0 inputs and 0 targets", "held-out ones are needed")),
+        ((pair for pair in zip(X, Y, strict=True)), ("no map-style data set", "__getitem__")),
         (Subset(TensorDataset(X, Y, Y), range(9)), ("3 arrays",)),
         (Plain([(torch.zeros(2), 1, 2)] * 9), ("sample 0 is tuple of 3",)),
         (Plain([(MASKED[6], 1)] * 9), ("sample", "mask")),

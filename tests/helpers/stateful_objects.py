@@ -62,6 +62,10 @@ def quiet() -> nn.Module:
     return network(noise=0)
 
 
+def named_chain() -> nn.Module:
+    return nn.Sequential(OrderedDict({"first": nn.Linear(5, 8), "tanh": nn.Tanh(), "last": nn.Linear(8, 3)}))
+
+
 def samples(count: int) -> tuple[torch.Tensor, torch.Tensor]:
     x = torch.randn(count, 5, generator=torch.Generator().manual_seed(count))
     return x, (x.sum(1) > 0).long() + (x[:, 0] > 1)

@@ -31,6 +31,13 @@ def test_a_cut_is_the_name_of_a_block_or_layer(asked, found):
     assert partitioning.positions_of(asked, NAMES) == found
 
 
+def test_blocks_of_a_sequential_are_cut_by_number():
+    assert partitioning.positions_of(partitioning.Partition(cuts=[1, "3"]).cuts, ["0", "1", "2", "3"]) == [1, 3]
+    for cuts in ([1.0], [True], 1):
+        with pytest.raises(ConfigError, match="neither auto nor a list of blocks"):
+            partitioning.Partition(cuts=cuts)
+
+
 @pytest.mark.cases(
     (["layr2.1"], "did you mean layer2.1 or"),
     (["stem"], "parallel.cuts=[layer1.0]"),
