@@ -46,9 +46,8 @@ class Plateau(Schedule):
             f"choose from: {', '.join(tags)}",
         )
         check(self.metric in (None, *tags), "schedule.metric", self.metric, why, remedy)
-        why = "the only evaluation is at the end of the run, after which no learning rate counts"
-        remedy = "eval_every=N evaluates every N steps, eval_every=null once per epoch, or ten times without epochs"
-        check(eval_every > 0, "eval_every", eval_every, why, remedy)
+        if eval_every == 0:  # of debug=smoke, for example
+            log.warning("schedule=plateau reduces no learning rate: the only evaluation is at the end (eval_every=0)")
 
     def build(self, directions: Mapping[str, str], selection: tuple[str, str]) -> Rates:
         named = selection if self.metric is None else (self.metric, directions[self.metric.removeprefix("eval/")])
