@@ -17,10 +17,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from runner.config.errors import check
 from runner.config.overrides import text_override
 from runner.storage.files import read_regular, write_text
+from runner.storage.ledger_file import LEDGER
 from runner.system.import_path import is_installed
 from runner.tracking.base import Tracker
 
 if TYPE_CHECKING:
+    import numpy
     import torch
 
 log = logging.getLogger(__name__)
@@ -67,6 +69,9 @@ class RemoteTracker(Tracker, ABC):
 
         What the run has logged before for `first_step` and later steps is set aside: the session computes them again.
         """
+
+    def send(self) -> None:
+        """Send the scalars that were kept back to be sent together; called when no other call is waiting."""
 
     def remember(self, directory: Path, identifier: str) -> None:
         """Save the identifier by which the next session of the run continues the run of the backend."""
@@ -127,6 +132,7 @@ class Background(Tracker):
             log.warning("%s %s; the run goes on, but if it is killed, points may be missing there", name, why)
 
     def _flush(self, flushed: threading.Event) -> None:
+        self._tracker.send()
         self._tracker.flush()
         flushed.set()
 
@@ -158,6 +164,9 @@ class Background(Tracker):
                 self._tracker.remember(directory, identifier)
                 while call := self._calls.get():
                     call()
+                    if self._calls.empty():
+                        self._tracker.send()
+                self._tracker.send()
             finally:  # or the backend would show a run that goes on
                 if self._run_failed:
                     self._tracker.failed()
@@ -169,3 +178,14 @@ class Background(Tracker):
         if not self._failed:
             self._failed = True
             log.warning("tracking with %s ends here, and the run goes on: %s", self._tracker.package, why)
+
+
+def sweep_name(directory: Path) -> str | None:
+    """Return the name of the sweep that a run directory is in."""
+    sweep = directory.parent
+    return sweep.name if (sweep / LEDGER).is_file() else None
+
+
+def array(pixels: torch.Tensor) -> numpy.ndarray:
+    """Return an image [3, height, width] as an array [height, width, 3]."""
+    return pixels.permute(1, 2, 0).contiguous().numpy()

@@ -25,6 +25,7 @@ from helpers.events import (
 )
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
 from tensorboard.summary.writer.record_writer import RecordWriter
+from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import scalar
 
 from runner.storage.run_directory import StorageError
@@ -136,6 +137,20 @@ def test_a_kill_at_any_time_while_earlier_events_are_taken_over_loses_none_of_th
         if operations < number:
             break
     assert 5 < operations < 19
+
+
+def test_what_a_writer_of_the_users_has_logged_to_the_run_directory_is_shown_after_a_resume(tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    session(run, range(1, 6), lr=0.25)
+    with SummaryWriter(str(run)) as writer:
+        for step in range(6):
+            writer.add_scalar("mine", step, step)
+    session(run, range(4, 7), lr=0.5)
+    with fast_reader(tmp_path) as fast:
+        for reader in (fast, slow_reader(tmp_path)):
+            assert curves_of_runs(reader)["run"]["mine"] == [(0, 0), (1, 1), (2, 2), (3, 3)]
+            assert [step for step, _ in curves_of_runs(reader)["run"]["a"]] == [1, 2, 3, 4, 5, 6]
 
 
 def test_the_rest_of_a_damaged_file_is_kept(tmp_path):

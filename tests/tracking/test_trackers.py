@@ -4,6 +4,7 @@ import csv
 import errno
 import json
 import logging
+import math
 import multiprocessing
 import os
 import re
@@ -12,7 +13,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -315,6 +316,7 @@ def test_a_package_that_is_not_installed_is_refused_before_the_run(monkeypatch):
 
 
 def train_until_killed(overrides: tuple[str, ...], directory: Path, step: int) -> None:
+    Background.flush_patience = 300.0  # on a busy machine, the start of a tracker takes longer than 20 seconds
     train_in(directory, build_composed_run(*overrides), partial(sigkill_at, step))
 
 
@@ -340,10 +342,86 @@ def killed_resumed_and_set_back(directory: Path, overrides: tuple[str, ...], log
     assert logged() == [1, 2, 3, 4]
 
 
-@pytest.mark.filterwarnings("default")
-def test_mlflow_has_each_point_once_after_a_kill_and_after_the_run_was_set_back(tmp_path):
+@pytest.fixture(scope="module")
+def empty_mlflow_database(tmp_path_factory) -> Path:
+    """An SQLite file with MLflow's tables, whose creation takes ten seconds."""
     mlflow = require("mlflow")
-    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    path = tmp_path_factory.mktemp("mlflow") / "mlflow.db"
+    mlflow.MlflowClient(tracking_uri=f"sqlite:///{path}").search_experiments()
+    return path
+
+
+@pytest.fixture
+def mlflow_client(empty_mlflow_database, tmp_path) -> Any:
+    """A client of an MLflow database in `tmp_path`."""
+    path = shutil.copy(empty_mlflow_database, tmp_path / "mlflow.db")
+    return require("mlflow").MlflowClient(tracking_uri=f"sqlite:///{path}")
+
+
+def tracked(tracker: RemoteTracker, directory: Path, log: Callable[[Tracker], None]) -> None:
+    """Run a session in which `log` logs to the tracker."""
+    directory.mkdir()
+    [background] = tracker.backends()
+    background.open(directory, 1)
+    log(background)
+    background.close(True)
+
+
+@pytest.mark.filterwarnings("default")
+def test_mlflow_has_names_and_numbers_that_it_does_not_allow(mlflow_client, tmp_path, caplog):
+    tags = ["lr/*.bias", "lr/?.bias", "lr/_.bias", "/a", "b//c", "../d", "a" * 300, "a" * 299 + "b", "mAP@50"]
+
+    def log(tracker: Tracker) -> None:
+        tracker.hyperparameters({f"groups.{tag}": value for value, tag in enumerate(tags)}, {})
+        tracker.scalars({tag: float(value) for value, tag in enumerate(tags)}, 1)
+        tracker.scalars({"norm": math.inf, "loss": 0.5}, 1)
+        tracker.scalars({"norm": 2.0, "other": -math.inf}, 2)
+        tracker.images({"../picture": torch.zeros(3, 2, 2, dtype=torch.uint8)}, 1)
+        tracker.texts({"a:b": "text"}, 1)
+
+    tracked(MLflow(uri=mlflow_client.tracking_uri), tmp_path / "run", log)
+    [run] = mlflow_client.search_runs([mlflow_client.get_experiment_by_name("runner").experiment_id])
+    metrics, params = run.data.metrics, run.data.params
+    assert sorted(metrics.values()) == [0, 0.5, 1, 2, 2, *range(3, 9)]
+    assert sorted(map(int, params.values())) == list(range(9))
+    assert (metrics["lr/_.bias"], metrics["b/_/c"], metrics["mAP_50"], metrics["norm"]) == (0, 4, 8, 2)
+    assert [(point.step, point.value) for point in mlflow_client.get_metric_history(run.info.run_id, "norm")] == [
+        (2, 2.0)
+    ]
+    assert {item.path for item in mlflow_client.list_artifacts(run.info.run_id)} == {"__", "a_b.txt"}
+    assert caplog.messages == ["MLflow has no infinite numbers: they are left out, as that of norm at step 1"]
+
+
+@pytest.mark.filterwarnings("default")
+def test_mlflow_gets_the_points_of_many_steps_in_few_requests(mlflow_client, tmp_path):
+    tracker, may_begin, requests = MLflow(uri=mlflow_client.tracking_uri), threading.Event(), []
+    start = tracker.start
+
+    def start_later(directory: Path, identifier: str, first_step: int) -> str:
+        may_begin.wait()
+        identifier = start(directory, identifier, first_step)
+        original = tracker._client.log_batch
+        tracker._client.log_batch = lambda *batch: requests.append(batch) or original(*batch)
+        return identifier
+
+    tracker.start = start_later
+
+    def log(tracker: Tracker) -> None:
+        for step in range(1, 1001):
+            tracker.scalars({"a": 1.0 / step, "b": float(step)}, step)
+        may_begin.set()
+        tracker.flush()
+
+    tracked(tracker, tmp_path / "run", log)
+    assert len(requests) <= 4
+    [run] = mlflow_client.search_runs([mlflow_client.get_experiment_by_name("runner").experiment_id])
+    history = mlflow_client.get_metric_history(run.info.run_id, "a")
+    assert sorted((point.step, point.value) for point in history) == [(step, 1.0 / step) for step in range(1, 1001)]
+
+
+@pytest.mark.filterwarnings("default")
+def test_mlflow_has_each_point_once_after_a_kill_and_after_the_run_was_set_back(mlflow_client, tmp_path):
+    client, uri = mlflow_client, mlflow_client.tracking_uri
 
     def current() -> Any:
         experiment = client.get_experiment_by_name("runner").experiment_id
@@ -353,7 +431,6 @@ def test_mlflow_has_each_point_once_after_a_kill_and_after_the_run_was_set_back(
     def steps(tag: str) -> list[int]:
         return [point.step for point in client.get_metric_history(current().info.run_id, tag)]
 
-    client = mlflow.MlflowClient(tracking_uri=uri)
     overrides = ("tracking=mlflow", f"tracking.uri={uri}")
     killed_resumed_and_set_back(tmp_path / "run", overrides, lambda: steps("train/loss"))
     run = current()
@@ -374,38 +451,32 @@ def test_mlflow_has_each_point_once_after_a_kill_and_after_the_run_was_set_back(
     (None, "KILLED"),
 )
 @pytest.mark.filterwarnings("default")
-def test_mlflow_shows_how_a_run_has_ended(error, status, tmp_path):
-    mlflow = require("mlflow")
-    uri = f"sqlite:///{tmp_path}/mlflow.db"
+def test_mlflow_shows_how_a_run_has_ended(error, status, mlflow_client, tmp_path):
+    client, uri = mlflow_client, mlflow_client.tracking_uri
     run = build_composed_run(*TINY_CPU, *STEPS, "tracking=mlflow", f"tracking.uri={uri}")
     with suppress(CrashedError):
         train_in(tmp_path / "run", run, partial(fail_at, 0, 3, error) if error else partial(sigterm_at, 3, 0))
-    client = mlflow.MlflowClient(tracking_uri=uri)
     [run] = client.search_runs([client.get_experiment_by_name("runner").experiment_id])
     assert run.info.status == status
 
 
 @pytest.mark.filterwarnings("default")
-def test_jobs_of_a_sweep_are_children_of_one_run_in_mlflow(tmp_path):
-    mlflow = require("mlflow")
+def test_jobs_of_a_sweep_are_children_of_one_run_in_mlflow(mlflow_client, tmp_path):
     (tmp_path / "sweep.json").write_text("{}")
-    tracker = MLflow(uri=f"sqlite:///{tmp_path}/mlflow.db")
+    client, tracker = mlflow_client, MLflow(uri=mlflow_client.tracking_uri)
     jobs = [tracker.start(tmp_path / name, "", 1) for name in ("000", "001")]
-    client = mlflow.MlflowClient(tracking_uri=tracker.uri)
     [parent] = {client.get_run(job).data.tags["mlflow.parentRunId"] for job in jobs}
     assert client.get_run(parent).info.run_name == tmp_path.name
     assert client.get_run(parent).info.status == "FINISHED"
 
 
 @pytest.mark.filterwarnings("default")
-def test_mlflow_has_every_point_in_one_run(tmp_path):
-    mlflow = require("mlflow")
-    uri = f"sqlite:///{tmp_path}/mlflow.db"
+def test_mlflow_has_every_point_in_one_run(mlflow_client, tmp_path):
+    client, uri = mlflow_client, mlflow_client.tracking_uri
     groups = "optimizer.groups={*.bias:{lr:0.1}}"
     overrides = (*TINY_CPU, *STEPS, "tracking=mlflow", f"tracking.uri={uri}", groups)
     train_in(tmp_path / "run", build_composed_run(*overrides), partial(sigterm_at, 3, 0))
     result = train_in(tmp_path / "run", build_composed_run(*overrides)).result
-    client = mlflow.MlflowClient(tracking_uri=uri)
     [run] = client.search_runs([client.get_experiment_by_name("runner").experiment_id])
     assert run.info.status == "FINISHED"
     assert run.data.params["optimizer.lr"] == "0.05"
@@ -451,6 +522,17 @@ def test_wandb_writes_to_the_run_directory_and_resumes_the_run(tmp_path):
 
 
 @pytest.mark.filterwarnings("default")
+def test_wandb_keeps_the_axis_of_a_run_that_logs_a_curve_of_that_name(tmp_path):
+    proto = require("wandb.proto.wandb_internal_pb2")
+    tracked(Wandb(), tmp_path / "run", lambda tracker: tracker.scalars({"step": 70.0, "_step": 5.0, "loss": 0.5}, 3))
+    [file] = (tmp_path / "run").glob("wandb/offline-run-*/*.wandb")
+    [row] = [record.history.item for record in wandb_records(file, proto.Record) if record.HasField("history")]
+    values = {item.nested_key[0]: json.loads(item.value_json) for item in row}
+    wanted = {"_step": 3, "step": 3, "logged/step": 70, "logged/_step": 5, "loss": 0.5}
+    assert wanted.items() <= values.items()
+
+
+@pytest.mark.filterwarnings("default")
 def test_wandb_has_each_step_once_after_a_kill_and_after_the_run_was_set_back(tmp_path):
     proto = require("wandb.proto.wandb_internal_pb2")
     directory = tmp_path / "run"
@@ -470,10 +552,17 @@ def test_wandb_has_each_step_once_after_a_kill_and_after_the_run_was_set_back(tm
     assert {"0.01"} == {update.value_json for update in config if "optimizer.lr" in (update.key, *update.nested_key)}
 
 
+@pytest.fixture(scope="module")
+def trackio_storage(tmp_path_factory) -> Iterator[Any]:
+    """Trackio's storage, in a directory for all tests, as it reads TRACKIO_DIR only once."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("TRACKIO_DIR", str(tmp_path_factory.mktemp("trackio")))
+        yield require("trackio.sqlite_storage").SQLiteStorage
+
+
 @pytest.mark.filterwarnings("default")
-def test_trackio_has_every_point_in_one_run(tmp_path, monkeypatch, capfd):
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
-    storage = require("trackio.sqlite_storage").SQLiteStorage
+def test_trackio_has_every_point_in_one_run(trackio_storage, tmp_path, capfd):
+    storage = trackio_storage
     overrides = (*TINY_CPU, *STEPS, "tracking=trackio")
     train_in(tmp_path / "run", build_composed_run(*overrides), partial(sigterm_at, 3, 0))
     train_in(tmp_path / "run", build_composed_run(*overrides))
@@ -486,16 +575,15 @@ def test_trackio_has_every_point_in_one_run(tmp_path, monkeypatch, capfd):
 
 
 @pytest.mark.filterwarnings("default")
-def test_trackio_has_each_point_once_after_a_kill_and_after_the_run_was_set_back(tmp_path, monkeypatch):
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
-    storage = require("trackio.sqlite_storage").SQLiteStorage
+def test_trackio_has_each_point_once_after_a_kill_and_after_the_run_was_set_back(trackio_storage, tmp_path):
+    def name() -> str:
+        return (tmp_path / "run" / "trackio_run.txt").read_text().strip()
 
     def points(tag: str) -> list[int]:
-        [name] = storage.get_runs("runner")
-        return [each["step"] for each in storage.get_logs("runner", name) if tag in each]
+        return [each["step"] for each in trackio_storage.get_logs("runner", name()) if tag in each]
 
     killed_resumed_and_set_back(tmp_path / "run", ("tracking=trackio",), lambda: points("train/loss"))
     assert points("eval/accuracy") == [4]
-    assert storage.get_run_config("runner", storage.get_runs("runner")[0])["optimizer.lr"] == 0.01
+    assert trackio_storage.get_run_config("runner", name())["optimizer.lr"] == 0.01
     saved = [json.loads(path.read_text()) for path in sorted((tmp_path / "run").glob("trackio.json.superseded*"))]
     assert [each["step"] for each in saved[-1] if "eval/accuracy" in each] == [3, 6]
