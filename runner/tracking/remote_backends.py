@@ -8,11 +8,12 @@ import os
 import secrets
 import sqlite3
 import sys
+import threading
 import time
 from contextlib import closing, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TextIO
 
 from runner.config.errors import check, check_choice
 from runner.storage.files import json_text, write_text
@@ -28,6 +29,26 @@ log = logging.getLogger(__name__)
 
 _FLUSH_SECONDS = 0.02
 """The time until W&B writes what was logged to its file. By default it is 15 seconds, which a kill would lose."""
+
+
+class _Output:
+    """Standard output, but what this thread writes goes to `target`, or nowhere: it is for the result of the run."""
+
+    def __init__(self, target: TextIO | None):
+        self._thread, self._target, self._stdout = threading.get_ident(), target, sys.stdout
+
+    def write(self, text: str) -> None:
+        stream = self._target if threading.get_ident() == self._thread else self._stdout
+        if stream is not None:
+            stream.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stdout, name)
+
+
+def _prints_go_to(target: TextIO | None) -> redirect_stdout[Any]:
+    output: Any = _Output(target)
+    return redirect_stdout(output)
 
 
 @dataclass
@@ -55,7 +76,7 @@ class Trackio(RemoteTracker):
         name = identifier or f"{directory.name}-{secrets.token_hex(3)}"
         self._options = {"project": self.project, "name": name, "group": sweep_name(directory), "resume": "allow"}
         self._options |= {"embed": False, "auto_log_cpu": False, "auto_log_gpu": False}
-        with redirect_stdout(sys.stderr):  # it prints, and standard output is for the result of the run
+        with _prints_go_to(sys.stderr):
             self._run = trackio.init(**self._options)
         return name
 
@@ -91,12 +112,12 @@ class Trackio(RemoteTracker):
         self._run.config.update(config)
 
     def flush(self) -> None:
-        with redirect_stdout(sys.stderr):
+        with _prints_go_to(None):
             self._run.finish()  # the only way to wait until it has saved everything
             self._run = self._trackio.init(**self._options)
 
     def close(self, done: bool) -> None:
-        with redirect_stdout(sys.stderr):
+        with _prints_go_to(sys.stderr):
             self._run.finish()
 
 
