@@ -15,6 +15,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import omegaconf
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -133,4 +134,6 @@ def _computed(node: ast.expr) -> Any:
 
 def register() -> None:
     """Register the resolver `${eval:…}` with OmegaConf."""
-    OmegaConf.register_new_resolver("eval", computed, replace=True)
+    is_older = omegaconf.__version__.startswith("2.3.")
+    add: Any = OmegaConf.register_new_resolver if is_older else OmegaConf.register_resolver
+    add("eval", computed, replace=True)
