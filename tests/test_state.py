@@ -16,6 +16,7 @@ from helpers.stateful_objects import (
     SHORT,
     Fails,
     Forgets,
+    GrowingLoss,
     Remembers,
     Renames,
     SparseBuffer,
@@ -214,13 +215,39 @@ def test_such_state_is_that_of_a_plain_loop_in_any_order_of_modes_and_in_evaluat
         torch.testing.assert_close(loaded(inputs), model.eval()(inputs), rtol=1e-12, atol=0)
 
 
-def test_lists_that_change_and_numbers_that_differ_between_processes_are_said(ranks, tmp_path):
-    code = {"model": Remembers, "loss": None}
-    ranks(2).call_on_all(partial(train_given, words("ddp", "steps=2", "eval_every=0"), **code), tmp_path)
-    log = (tmp_path / "log.txt").read_text()
+def test_each_process_resumes_with_numbers_of_its_own_and_lists_that_change_are_said(ranks, tmp_path):
+    def train(name: str, steps: int) -> list[int]:
+        (tmp_path / name).mkdir(exist_ok=True)
+        call = partial(train_given, words("ddp", f"steps={steps}", "eval_every=0"), model=Remembers, loss=None)
+        ranks(2).call_on_all(call, tmp_path / name)
+        saved = [load(tmp_path / name / f"checkpoints/step_{steps:08d}", rank).local["buffers"] for rank in (0, 1)]
+        return [each.get("0.peaks", 0) for each in saved]
+
+    whole, half = train("whole", 4), train("resumed", 2)
+    assert 0 in half
+    assert half[0] != half[1]
+    assert train("resumed", 4) == whole
+    assert_bitwise_equal(weights_at(tmp_path / "resumed", 4), weights_at(tmp_path / "whole", 4))
+    log = (tmp_path / "whole/log.txt").read_text()
     assert "model: Remembers.seen changes in training, and no checkpoint has it" in log
-    assert "model: Remembers.mean differs between processes" in log
+    assert "model: Remembers.peaks differs between processes" in log
     assert "Remembers.constant" not in log
+
+
+def test_a_loss_whose_buffer_grows_is_saved_by_a_pipeline(ranks, tmp_path):
+    def train(name: str, steps: int) -> None:
+        (tmp_path / name).mkdir(exist_ok=True)
+        mode = words("pipeline parallel.cuts=[tanh] parallel.num_micro_batches=2", f"steps={steps}", "eval_every=1")
+        call = partial(train_given, mode, model=named_chain, loss=GrowingLoss())
+        ranks(2).call_on_all(call, tmp_path / name)
+
+    train("whole", 4)
+    train("resumed", 2)
+    train("resumed", 4)
+    resumed, whole = (load(tmp_path / name / "checkpoints/step_00000004") for name in ("resumed", "whole"))
+    assert_bitwise_equal(dict(resumed.tensors), dict(whole.tensors))
+    [of_loss] = whole.state["loss"]
+    assert len(of_loss["calls"]) == 8, "the batch of a step is divided in two"
 
 
 def made_older(checkpoint: Path) -> None:

@@ -107,8 +107,9 @@ def joined(prefix: str, key: str) -> str:
 
 
 def _digest(tensor: torch.Tensor) -> bytes:
-    form = f"{tensor.dtype} {tuple(tensor.shape)}".encode()
-    return hashlib.sha256(form + bytes_of(tensor).cpu().numpy().tobytes()).digest()
+    digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+    digest.update(memoryview(bytes_of(tensor).cpu().numpy()))
+    return digest.digest()
 
 
 def _mark(value: Any) -> Any:

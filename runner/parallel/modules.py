@@ -106,7 +106,9 @@ class Modules:
         if self.replicas and not self._session.plan.num_members:
             values = self.plain_values()
             of_ranks = self._session.collectives.all_gather(values)
-            names = sorted(self._in_words(name) for name in values if any(of[name] != values[name] for of in of_ranks))
+            names = sorted(
+                self._in_words(name) for name in values if any(of.get(name) != values[name] for of in of_ranks)
+            )
             if names and self._session.rank == 0:
                 text = "model: %s differs between processes: resumed by another number, the run has that of rank 0"
                 log.warning(text, ", ".join(names))
@@ -123,7 +125,9 @@ class Modules:
             if plan.data_shard[1] > 1:
                 average(named_buffers(modules), collectives)
             elif plan.splits_network:  # the process of the last stage computes the loss
-                collectives.broadcast([*named_buffers(modules[1:]).values()], source=collectives.world_size - 1)
+                of_loss = {f"1{name[1:]}": each.cpu() for name, each in named_buffers(modules[1:]).items()}
+                is_last = collectives.rank == collectives.world_size - 1
+                self._set_values(collectives.all_gather(of_loss if is_last else {})[-1], {})
             else:
                 collectives.barrier()  # all updates of shared memory are written
             yield
@@ -196,8 +200,9 @@ class Modules:
         """
         self._load_loss(shared.get("loss", []))
         self._restored = full_state.copied(shared.get("attributes", {}))
-        self._set_values(self._restored, weights)
-        if self.replicas and replicas == self.replicas:
+        has_own = bool(self.replicas) and replicas == self.replicas  # then, plain values are those of the rank alone
+        self._set_values({n: v for n, v in self._restored.items() if not has_own or torch.is_tensor(v)}, weights)
+        if has_own:
             extra = {name: each for name, each in self._with_extra_state().items() if name in of_rank}
             for name, module in extra.items():
                 module.set_extra_state(of_rank[name])

@@ -204,17 +204,30 @@ def evolving() -> nn.Module:
 
 
 class Remembers(nn.Sequential):
-    """It keeps a list, and the mean of its last inputs, a number that each process has of its own samples."""
+    """It keeps a list, and counts high inputs, of which each process has seen others."""
 
     def __init__(self) -> None:
         super().__init__(nn.Linear(5, 3))
-        self.seen, self.constant, self.mean = list[float](), [1.0], 0.0
+        self.seen, self.constant, self.peaks = list[float](), [1.0], 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.training:
-            self.mean = float(x.detach().mean())
-            self.seen.append(self.mean)
-        return super().forward(x)
+            self.peaks += int(x.max() > 2.5)
+            self.seen.append(self.peaks)
+        return super().forward(x) / (1 + self.peaks)
+
+
+class GrowingLoss(nn.Module):
+    """A cross-entropy that is scaled by the number of its calls, which a buffer has as its length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.ones(0))
+
+    def forward(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.calls = torch.cat([self.calls, self.calls.new_ones(1)])
+        return cross_entropy(outputs, targets) / (1 + len(self.calls))
 
 
 class Fails(nn.Sequential):
