@@ -50,6 +50,7 @@ def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[Differ
     Raises:
         ConfigError: if a config names a class that cannot be loaded.
     """
+    saved = {"repeat": 0, **saved}  # which older runs do not have
     keys = [key for key in dict.fromkeys((*_ESSENTIAL, "optimizer", *now, *saved)) if saved.get(key) != now.get(key)]
     saved, now = (redacted_values({key: each.get(key) for key in keys}) for each in (saved, now))
     return [found for key in keys if key not in _HOW or key == "parallel" for found in _compared(key, saved, now)]

@@ -21,6 +21,7 @@ from runner.parallel.launch.cluster import external_rank_info
 from runner.storage.files import write_text
 from runner.sweeps.display import Display
 from runner.sweeps.ledger import OPTIONS, Ledger
+from runner.sweeps.misfits import check_one_fits
 from runner.sweeps.scheduler import JobSource, Scheduler
 from runner.sweeps.search_space import Space
 from runner.sweeps.sweep_jobs import Planner, SweepJobs
@@ -58,6 +59,7 @@ def run_sweep(
     engine = jobs.engine
     engine.prepare(*preloaded)
     planner = Planner(jobs, config_dir)
+    check_one_fits(jobs, config_dir)
     root = Path(planner.config["output_root"], "sweeps", planner.config["name"])
     search = None if engine.search is None else _search(jobs, planner)
     with StopSweep() as stop, Ledger(typed, root, str(planner.config["resume"]), search is not None) as ledger:

@@ -206,7 +206,7 @@ class Planner:
             if key in options and override_value([word], key) not in options[key]:
                 jobs.compose(0, [word])  # raises the error of an option that does not exist, before any job runs
         self._bases: dict[tuple[str, ...], tuple[str, Demand]] = {}
-        """For jobs with the same `_shared` overrides: a hash of the config of the first one, and the demand."""
+        """For jobs with the same `shared_overrides`: a hash of the config of the first one, and the demand."""
         self._configs: dict[tuple[str, ...], dict[str, Any] | None] = {}
         self.path = Path()
         self.config = self._first_config()
@@ -221,7 +221,7 @@ class Planner:
     def plan(self, number: int, overrides: list[str]) -> Job:
         """Return the job with this number and these overrides. It has a `refusal` if its config cannot run."""
         directory, console = self.path / job_name(number, overrides, self._jobs.swept), console_file(self.path, number)
-        key = _shared(overrides)
+        key = shared_overrides(overrides)
         try:
             if key not in self._bases:
                 self._bases[key] = self._build(self._jobs.compose(number, overrides).config)
@@ -252,7 +252,7 @@ class Planner:
     def _first_config(self) -> dict[str, Any]:
         errors: dict[tuple[str, ...], Exception] = {}
         for overrides in self._jobs:
-            key = _shared(overrides)
+            key = shared_overrides(overrides)
             if key in errors:
                 continue
             try:
@@ -281,7 +281,7 @@ class Planner:
         return config_hash(run.config), demand
 
 
-def _shared(overrides: list[str]) -> tuple[str, ...]:
+def shared_overrides(overrides: list[str]) -> tuple[str, ...]:
     """Return the overrides of config groups and devices. Only these can change the resources that a job needs."""
     places, groups = ("parallel.", "device."), groups_in_defaults()
     keys = {text: override_key(text) for text in overrides}

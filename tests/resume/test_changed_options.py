@@ -22,6 +22,13 @@ def test_how_a_run_is_computed_does_not_make_it_another_run(changes):
     check_resumable(saved, now, "PATH")
 
 
+def test_a_run_that_was_saved_before_there_were_repeats_is_the_first_one():
+    older, now = compose_config(*TINY_CPU), compose_config(*TINY_CPU)
+    del older["repeat"]
+    assert differences(older, now) == []
+    assert [each[:3] for each in differences(older, now | {"repeat": 1})] == [("repeat", 0, 1)]
+
+
 @pytest.mark.cases(
     ("steps=7", ("steps", None, 7)),
     ("epochs=3", ("epochs", 20, 3)),
