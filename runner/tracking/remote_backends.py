@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import secrets
 import sqlite3
 import sys
@@ -12,6 +13,7 @@ import threading
 import time
 from contextlib import closing, redirect_stdout
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TextIO
 
@@ -137,15 +139,21 @@ class Wandb(RemoteTracker):
     def __post_init__(self) -> None:
         check_choice(self, "mode", ("offline", "online"))
 
+    def check(self) -> None:
+        super().check()
+        installed = version(self.package)
+        is_new = tuple(map(int, re.findall("[0-9]+", installed)[:2])) >= (0, 31)
+        why = "offline, it saves what is logged only every 15 seconds, which a run that is killed would lose"
+        check(is_new or self.mode == "online", "tracking", f"wandb {installed}", why, "pip install 'wandb>=0.31'")
+
     def start(self, directory: Path, identifier: str, first_step: int) -> str:
         import wandb  # pyright: ignore[reportMissingImports]
 
         if os.path.lexists(directory / "wandb" / "settings"):  # perhaps from somebody else; W&B would read it
             raise RuntimeError("wandb/settings in the run directory may say where data is sent: remove it")
         # No symbolic links: W&B would replace those at fixed paths, and in somebody else's run they may lead elsewhere.
-        settings = wandb.Settings(
-            console="off", silent=True, symlink=False, x_transaction_log_flush_interval=_FLUSH_SECONDS
-        )
+        options = {"x_transaction_log_flush_interval": _FLUSH_SECONDS} if self.mode == "offline" else {}
+        settings = wandb.Settings(console="off", silent=True, symlink=False, **options)
         self._step: int | None = None  # the last one that was logged after a flush
         for file in sorted(directory.glob(f"wandb/offline-run-*-{identifier}/run-{identifier}.wandb")):
             if set_aside(file, first_step):

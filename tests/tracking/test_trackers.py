@@ -342,6 +342,18 @@ def killed_resumed_and_set_back(directory: Path, overrides: tuple[str, ...], log
     assert logged() == [1, 2, 3, 4]
 
 
+def test_wandb_is_refused_if_it_would_lose_what_a_checkpoint_promises(monkeypatch):
+    monkeypatch.setattr("runner.tracking.remote.is_installed", lambda name: True)
+    for installed, mode in (("0.31.0", "offline"), ("1.0", "offline"), ("0.9", "online"), ("0.30.2", "offline")):
+        monkeypatch.setattr("runner.tracking.remote_backends.version", lambda name, installed=installed: installed)
+        if installed != "0.30.2":
+            Wandb(mode=mode).check()
+    with pytest.raises(ConfigError) as refusal:
+        Wandb().check()
+    assert (refusal.value.key, refusal.value.got) == ("tracking", "wandb 0.30.2")
+    assert "wandb>=0.31" in refusal.value.remedy
+
+
 @pytest.fixture(scope="module")
 def empty_mlflow_database(tmp_path_factory) -> Path:
     """An SQLite file with MLflow's tables, whose creation takes ten seconds."""
