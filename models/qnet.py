@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import pairwise
@@ -68,6 +69,10 @@ class Dueling(nn.Module):
         return self.value(features) + advantages - advantages.mean(1, keepdim=True)
 
 
+Observations = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+"""Observations, or these and a mask of the actions that are allowed."""
+
+
 class WithTarget(nn.Module):
     """An online network, which computes action values, and its target network (Mnih et al., 2015), first a copy of it.
 
@@ -94,22 +99,26 @@ class WithTarget(nn.Module):
         self.register_buffer("scale", scale)
 
     def forward(
-        self, observations: torch.Tensor, next_observations: torch.Tensor | None = None, double: bool = True
+        self, observations: Observations, next_observations: Observations | None = None, double: bool = True
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Return the values of all actions, [n, num_actions]; with `next_observations`, and the best next value.
 
         The latter is a detached tensor [n, 1]. If `double`, the online network selects the next action and the target
-        network evaluates it (van Hasselt et al., 2016); otherwise, the target network does both.
+        network evaluates it (van Hasselt et al., 2016); otherwise, the target network does both. Observations may come
+        with masks, bool [n, num_actions]: the value of an action that is not allowed is minus infinity.
         """
-        values = self.online(self._normalized(observations))
+        observations, allowed = observations if isinstance(observations, tuple) else (observations, None)
+        values = _masked(self.online(self._normalized(observations)), allowed)
         if next_observations is None:
             return values
+        following, allowed = next_observations if isinstance(next_observations, tuple) else (next_observations, None)
         with torch.no_grad():
-            normalized = self._normalized(next_observations)
+            normalized = self._normalized(following)
             target_values = self.target(normalized.clone())  # a network may change its inputs in place
             if not double:
-                return values, target_values.amax(1, keepdim=True)
-            return values, target_values.gather(1, self.online(normalized).argmax(1, keepdim=True))
+                return values, _masked(target_values, allowed).amax(1, keepdim=True)
+            best = _masked(self.online(normalized), allowed).argmax(1, keepdim=True)
+            return values, target_values.gather(1, best)
 
     def _normalized(self, observations: torch.Tensor) -> torch.Tensor:
         if self.pixel_scale is not None:
@@ -124,6 +133,10 @@ class WithTarget(nn.Module):
         """Move the target parameters towards the online parameters by the fraction `tau`; `tau=1` copies them."""
         target, online = (list(map(_local, net.parameters())) for net in (self.target, self.online))
         get_ema_multi_avg_fn(1 - tau)(target, online, None)
+
+
+def _masked(values: torch.Tensor, allowed: torch.Tensor | None) -> torch.Tensor:
+    return values if allowed is None else values.masked_fill(~allowed, -math.inf)
 
 
 def online_tensors(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -11,7 +11,7 @@ import random
 import struct
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -80,22 +80,45 @@ def seed_all(seed: int) -> None:
         numpy_random.seed(seed & 0xFFFFFFFF)
 
 
-@contextmanager
-def seeded(seed: int) -> Iterator[None]:
+class OwnGenerators:
+    """States of `random`, NumPy's generator and torch's on the CPU for code that draws from them beside other code."""
+
+    def __init__(self) -> None:
+        self._states = _host_states()
+
+    @contextmanager
+    def drawing(self, seed: int | None = None) -> Iterator[None]:
+        """A context in which the generators have these states, or begin with `seed`; then, they go on as before."""
+        before = _host_states()
+        try:
+            if seed is None:
+                _set_host_states(self._states)
+            else:
+                torch.default_generator.manual_seed(seed)
+                random.seed(seed)
+                if numpy_random := _numpy_random():
+                    numpy_random.seed(seed & 0xFFFFFFFF)
+            yield
+        finally:
+            self._states = _host_states()
+            _set_host_states(before)
+
+
+def seeded(seed: int) -> AbstractContextManager[None]:
     """A context in which `random`, NumPy and torch on the CPU draw from `seed`; then, they go on as before."""
+    return OwnGenerators().drawing(seed)
+
+
+def _host_states() -> tuple[Any, ...]:
     numpy_random = _numpy_random()  # not `random_states`, whose tensors have no values while a run is planned
-    before = torch.get_rng_state(), random.getstate(), numpy_random and numpy_random.get_state()
-    try:
-        torch.default_generator.manual_seed(seed)
-        random.seed(seed)
-        if numpy_random:
-            numpy_random.seed(seed & 0xFFFFFFFF)
-        yield
-    finally:
-        torch.set_rng_state(before[0])
-        random.setstate(before[1])
-        if numpy_random:
-            numpy_random.set_state(before[2])
+    return torch.get_rng_state(), random.getstate(), numpy_random and numpy_random.get_state()
+
+
+def _set_host_states(states: tuple[Any, ...]) -> None:
+    torch.set_rng_state(states[0])
+    random.setstate(states[1])
+    if states[2] and (numpy_random := _numpy_random()):
+        numpy_random.set_state(states[2])
 
 
 def _numpy_random() -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import time
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import entry_points
@@ -25,6 +26,7 @@ _PACKAGES = {"ALE": "use env=atari (pip install ale-py)", "MinAtar": "pip instal
 """How to get the environments of a namespace."""
 
 _MAX_FRAMES = 64  # of a stack, which a byte counts, or skipped
+_TRIAL_STEPS, _TRIAL_SECONDS = 200, 0.2  # of the search for draws from global generators
 _MAX_PROCESSES = 128  # thousands of processes would overload a machine before any limit of the system is reached
 
 
@@ -63,6 +65,11 @@ class Env:
         """What messages call the environment."""
         return self.id
 
+    @property
+    def num_masked(self) -> int:
+        """The number of actions whose masks are stored with transitions; 0 if the environment has no masks."""
+        return self.num_actions if self.has_masks else 0
+
     @classmethod
     def untrusted_values(cls, values: dict[str, Any]) -> dict[str, Any]:
         """Refuse a saved `id` that names a module to import, as in `module:Name-v0`; change nothing."""
@@ -75,14 +82,16 @@ class Env:
         """Create an environment to find out its properties, and set them as attributes.
 
         They are `shape` (of an observation), `pixels` (see `Vector.pixels`), `largest` (finite bound of a value),
-        `num_actions`, `longest` (steps of an episode; None without a limit), `frames_per_second`, and `shared_rng`
-        (whether environments that are stepped together share a random number generator). Raises `ConfigError` if it
-        cannot be created, reset or stepped, or has spaces that are not supported.
+        `num_actions`, `has_masks` (whether it says which actions are allowed), `longest` (steps of an episode; None
+        without a limit), `frames_per_second`, `draws_globally` (see `Episodes`), and `shared_rng` (whether environments
+        that are stepped together share a random number generator). Raises `ConfigError` if it cannot be created, reset
+        or stepped, or has spaces that are not supported.
         """
         import gymnasium
 
         from runner.env.pixels import pixels_of
         from runner.env.vector import num_actions
+        from runner.seeds import seeded
 
         spec = self._spec()
         try:
@@ -116,7 +125,10 @@ class Env:
         with self.vector(1, in_process=True) as vector:
             self.shape, self.shared_rng, self.pixels = vector.shape, vector.shared_rng, vector.pixels
             self.largest = vector.largest()
-            self._try_out(vector)
+            with seeded(0):
+                self.has_masks, self.draws_globally = self._try_out(vector), _draws_globally(vector)
+        why = "an action that is allowed now may not be so in the frames for which it is repeated"
+        check(not self.has_masks or self.frame_skip == 1, "frame_skip", self.frame_skip, why, "env.frame_skip=1")
         why = "only images are skipped, of two by their maximum, and its observations are vectors"
         check(self.pixels is not None or self.frame_skip == 1, "frame_skip", self.frame_skip, why, "env.frame_skip=1")
         if self.vectorization == "async":
@@ -126,17 +138,23 @@ class Env:
             with self.vector(self.num_envs) as vector:
                 self._try_out(vector)
 
-    def _try_out(self, vector: Vector) -> None:
-        """Take the first step, so that failures, as of environments of the older gym, end the run early."""
-        import numpy as np
+    def _try_out(self, vector: Vector) -> bool:
+        """Take the first step, so that failures, as of environments of the older gym, end the run early.
 
+        Return whether the environments say which actions are allowed.
+        """
         try:
             vector.reset(0)
-            vector.step(np.zeros(vector.num_envs, np.int64))
+            masks = vector.masks
+            steps = vector.step(vector.first_allowed())
+            differ = (masks is None) != (steps.masks is None) and not (steps.terminated | steps.truncated).all()
+            if differ:
+                raise EnvironmentBrokenError(f'{self.name}: info["action_mask"] is not in each info of reset and step')
         except EnvironmentBrokenError as error:
             remedy = "reset(seed=…, options=…) returns (observation, info), and step(action) (observation, reward, "
             remedy += "terminated, truncated, info), where the reward is a number"
             raise ConfigError("id", self.name, str(error), remedy) from None
+        return masks is not None or steps.masks is not None
 
     def vector(self, num_envs: int, in_process: bool = False, render_mode: str | None = None) -> Vector:
         """Create environments that are stepped together: a context manager that closes them.
@@ -153,7 +171,8 @@ class Env:
         vectorization = "sync" if sync else self.vectorization
         try:
             envs = self._make(self._spec(), num_envs, vectorization, render_mode)
-            return Vector(envs, self.name, self.frame_stack, self.channels)
+            has_masks = getattr(self, "has_masks", None)  # until it is known, an environment may say so or not
+            return Vector(envs, self.name, self.frame_stack, self.channels, has_masks)
         except ConfigError:
             raise
         except Exception as error:  # of any type: an environment may be anybody's
@@ -172,7 +191,8 @@ class Env:
     def _make(self, spec: EnvSpec, num_envs: int, vectorization: str, render_mode: str | None) -> VectorEnv:
         from runner.env.vector import make
 
-        return make(spec, num_envs, vectorization, self._options(render_mode), [*self._wrappers().values()])
+        wrappers, draws_globally = [*self._wrappers().values()], getattr(self, "draws_globally", False)
+        return make(spec, num_envs, vectorization, self._options(render_mode), wrappers, draws_globally)
 
     def _options(self, render_mode: str | None = None) -> dict[str, Any]:
         options = (self.options or {}) | ({"render_mode": render_mode} if render_mode else {})
@@ -225,6 +245,31 @@ class Env:
         atari = type(self) is Env and str(spec.vector_entry_point).startswith("ale_py.")
         check(not atari, "id", self.id, why, f"env=atari env.id={name}")
         return spec
+
+
+def _draws_globally(vector: Vector) -> bool:
+    """Return whether an environment draws from `random`, NumPy's generator or torch's in (a part of) its first episode.
+
+    Only of one whose episodes are replayed, and which runs in this process.
+    """
+    import numpy as np
+    import torch
+
+    from runner.env.action_masks import random_actions
+    from runner.seeds import random_states
+
+    if not (vector.saves_episodes and hasattr(vector.envs, "envs")):
+        return False
+    before, actions, end = random_states([]), np.random.Generator(np.random.PCG64(0)), time.monotonic() + _TRIAL_SECONDS
+    try:
+        vector.reset(0)
+        for _ in range(_TRIAL_STEPS):
+            steps = vector.step(random_actions(actions.random(vector.num_envs), vector.num_actions, vector.masks))
+            if (steps.terminated | steps.truncated).any() or time.monotonic() > end:
+                break
+    except EnvironmentBrokenError:  # it will be raised in the run
+        pass
+    return any(not torch.equal(each, before[name]) for name, each in random_states([]).items())
 
 
 def envs_per_process(num_envs: int, count: int) -> int:

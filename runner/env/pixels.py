@@ -28,16 +28,21 @@ class Pixels(NamedTuple):
         return self.stack * channels, height, width
 
     @property
-    def channels_axis(self) -> str:
-        return "first" if self.axes == (0, 1, 2, 3) else "last"
+    def origin(self) -> str:
+        """What a run says about where the channels come from."""
+        axis = "first" if self.axes == (0, 1, 2, 3) else "last"
+        return f" ({self.frame_shape[0]} channels, the {axis} axis of the images)" if self.axes else ""
+
+    def frames(self, images: np.ndarray) -> np.ndarray:
+        """Return `images` [n, …] as frames, uint8 [n, channels, height, width]."""
+        return (images.transpose(self.axes) if self.axes else images[:, None]).astype(np.uint8)
 
     def stacked(self, before: np.ndarray, images: np.ndarray, restarted: np.ndarray) -> np.ndarray:
         """Return the observations that follow those `before`, as a new array, given the new images [n, …].
 
         `restarted`, bool [n], is True where a new episode begins.
         """
-        frames = images.transpose(self.axes) if self.axes else images[:, None]
-        frames = frames.astype(np.uint8)
+        frames = self.frames(images)
         if self.stack == 1:
             return frames
         observations = np.concatenate((before[:, self.frame_shape[0] :], frames), 1)

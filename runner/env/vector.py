@@ -1,11 +1,9 @@
-"""Vectorized environments. The result of a step shows which environments were reset in this step.
-
-The state of gymnasium's classic control and toy text environments can be saved, for an exact resume, but not that of
-others (physics engines, environments in other processes).
-"""
+"""Vectorized environments. The result of a step shows which environments were reset in this step."""
 
 from __future__ import annotations
 
+import itertools
+import logging
 import os
 import signal
 import warnings
@@ -19,13 +17,28 @@ import torch
 from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 from gymnasium.wrappers import FlattenObservation
+from torch.utils._pytree import tree_map_only
 
 from runner.config.errors import ConfigError, check
 from runner.env import MAX_ENVS, EnvironmentBrokenError
+from runner.env.action_masks import allowed_actions
+from runner.env.episodes import (
+    MAX_SEED,
+    Episodes,
+    Replayed,
+    attributes,
+    chain,
+    has_plain_state,
+    saved_value,
+    set_attributes,
+)
 from runner.env.pixels import Pixels, pixels_of
+from runner.seeds import seeded
 from runner.storage.value_checks import check_like
 from runner.system.forkserver import start_server, without_main_module
 from runner.system.signals import STOP_SIGNALS
+
+log = logging.getLogger(__name__)
 
 _UNBOUNDED = 1e6
 """Bounds with at least this absolute value count as infinite: some environments give the largest float instead."""
@@ -34,10 +47,6 @@ _MIN_RENDERED = 160
 """Rendered images that are smaller than this are enlarged by a whole factor, so that films of them can be seen."""
 
 _PRELOADED = ("gymnasium", "runner.env.vector")
-_WITH_STATE = ("gymnasium.envs.classic_control.", "gymnasium.envs.toy_text.")
-"""Packages of environments whose state is in their attributes; others say so by `plain_state` in their metadata."""
-
-_PLAIN_TYPES = (bool, int, float, str, type(None), np.ndarray, np.number, np.bool_)
 
 
 class Steps(NamedTuple):
@@ -55,6 +64,8 @@ class Steps(NamedTuple):
     """bool [n]: False where the action was ignored and the environment was reset, because its episode had ended."""
     lives: np.ndarray | None = None
     """int [n]: the number of lives after the step, in games that have some."""
+    masks: np.ndarray | None = None
+    """bool [n, actions]: the actions that are allowed after the step, in environments that say so."""
 
 
 def num_actions(name: str, env: gymnasium.Env) -> int:
@@ -69,19 +80,42 @@ def num_actions(name: str, env: gymnasium.Env) -> int:
     return int(actions.n)
 
 
+class MaskInInfo(gymnasium.Wrapper):
+    """Gives the mask that is the part `action_mask` of an observation also as `info["action_mask"]`."""
+
+    def reset(self, **given: Any) -> tuple[Any, dict[str, Any]]:
+        observation, info = self.env.reset(**given)
+        return observation, {"action_mask": observation["action_mask"]} | info
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        observation, reward, terminated, truncated, info = self.env.step(action)
+        return observation, reward, terminated, truncated, {"action_mask": observation["action_mask"]} | info
+
+
+def _has_mask(env: gymnasium.Env) -> bool:
+    seen, actions = env.observation_space, env.action_space
+    parts = seen.spaces if isinstance(seen, gymnasium.spaces.Dict) else {}
+    return "action_mask" in parts and parts["action_mask"].shape == (getattr(actions, "n", None),)
+
+
 def _needs_flattening(space: gymnasium.Space) -> bool:
     # Discrete values become one-hot vectors, tuples are joined, and a number is a vector of one.
     return not isinstance(space, gymnasium.spaces.Box) or space.shape == ()
 
 
 def make(
-    spec: EnvSpec, num_envs: int, vectorization: str, options: dict[str, Any], wrappers: Sequence[Any] = ()
+    spec: EnvSpec,
+    num_envs: int,
+    vectorization: str,
+    options: dict[str, Any],
+    wrappers: Sequence[Any] = (),
+    draws_globally: bool = False,
 ) -> VectorEnv:
     """Create vectorized environments, each of which is reset in the step after its episode ends.
 
     `vectorization` is `sync` (one after another), `async` (one process each) or `auto`: the registered implementation
     if it resets in that step and returns arrays, and there are no `wrappers`; otherwise, `sync`. `options` are those of
-    the environment, and `wrappers` functions that wrap a single one.
+    the environment, and `wrappers` functions that wrap a single one. For `draws_globally`, see `Episodes`.
     """
     if vectorization == "auto" and spec.vector_entry_point is not None and not wrappers:
         envs = gymnasium.make_vec(spec, num_envs, "vector_entry_point", **options)
@@ -94,7 +128,10 @@ def make(
     single = gymnasium.make(spec, **options)
     for wrapper in wrappers:
         single = wrapper(single)
+    wrappers += [MaskInInfo] if _has_mask(single) else []
     wrappers += [FlattenObservation] if _needs_flattening(single.observation_space) else []
+    if mode == "async" or not has_plain_state(single):
+        wrappers.append(partial(Episodes, draws_globally=draws_globally))
     single.close()
     if mode != "async":
         return gymnasium.make_vec(spec, num_envs, mode, wrappers=wrappers, **options)
@@ -124,8 +161,16 @@ class Vector:
     An observation of images consists of the last `frame_stack` frames.
     """
 
-    def __init__(self, envs: VectorEnv, name: str, frame_stack: int = 1, channels: str | None = None):
-        self.envs, self.name, self.num_envs = envs, name, envs.num_envs
+    def __init__(
+        self,
+        envs: VectorEnv,
+        name: str,
+        frame_stack: int = 1,
+        channels: str | None = None,
+        has_masks: bool | None = False,
+    ):
+        self.envs: Any = envs
+        self.name, self.num_envs = name, envs.num_envs
         self.pixels: Pixels | None = pixels_of(name, envs.single_observation_space, frame_stack, channels)
         """How images become observations; None if the observations are vectors."""
         shape: Any = envs.single_observation_space.shape
@@ -133,10 +178,14 @@ class Vector:
         """The shape of an observation."""
         self.shared_rng = getattr(envs, "shared_rng", not hasattr(envs, "env_fns"))
         """Whether all environments share one random number generator."""
-        self._first_action = int(envs.single_action_space.start)  # pyright: ignore[reportAttributeAccessIssue]
+        actions: Any = envs.single_action_space
+        self._first_action, self.num_actions = int(actions.start), int(actions.n)
+        self._has_masks = has_masks
         dtype = np.float32 if self.pixels is None else np.uint8
         self.observations = np.zeros((self.num_envs, *self.shape), dtype)
         self.lives: np.ndarray | None = None
+        self.masks: np.ndarray | None = None
+        """bool [num_envs, actions]: the actions that are allowed now; None if the environments do not say."""
 
     def __enter__(self) -> Vector:
         return self
@@ -154,10 +203,15 @@ class Vector:
         """Reset all environments, with one seed each, or one from which gymnasium derives `seed + i`."""
         self._ended = np.zeros(self.num_envs, bool)
         # The annotation of gymnasium lacks lists; environments of others often take seeds of 31 bits only.
-        limit = 2**63 if str(getattr(self.envs.spec, "entry_point", "")).startswith("gymnasium.") else 2**31 - MAX_ENVS
+        is_gymnasium = str(getattr(self.envs.spec, "entry_point", "")).startswith("gymnasium.")
+        limit = 2**63 if is_gymnasium else MAX_SEED + 1 - MAX_ENVS
         seeds: Any = seed % limit if isinstance(seed, int) else [each % limit for each in seed]
         observations, infos = self._call(lambda: self.envs.reset(seed=seeds))
         self._observe(observations, np.zeros(self.num_envs), np.ones(self.num_envs, bool), infos)
+
+    def first_allowed(self) -> np.ndarray:
+        """Return the first action that is allowed in each environment, int64 [num_envs]."""
+        return np.zeros(self.num_envs, np.int64) if self.masks is None else self.masks.argmax(1)
 
     def step(self, actions: np.ndarray) -> Steps:
         """Take one step in each environment, given the index of its action, int64 [num_envs].
@@ -168,9 +222,9 @@ class Vector:
         taken = ~self._ended
         observations, *others, infos = self._call(lambda: self.envs.step(actions + self._first_action))
         rewards, terminated, truncated = map(np.array, others)  # copies: environments may return the same arrays again
-        self._observe(observations, rewards, ~taken, infos)
         self._ended = terminated | truncated
-        return Steps(self.observations, rewards, terminated, truncated, taken, self.lives)
+        self._observe(observations, rewards, ~taken, infos)
+        return Steps(self.observations, rewards, terminated, truncated, taken, self.lives, self.masks)
 
     def _observe(
         self, observations: np.ndarray, rewards: np.ndarray, restarted: np.ndarray, infos: dict[str, Any]
@@ -182,6 +236,8 @@ class Vector:
         else:
             self.observations = self.pixels.stacked(self.observations, observations, restarted)
         self.lives = np.array(infos["lives"]) if "lives" in infos else None
+        has_masks = "action_mask" in infos if self._has_masks is None else self._has_masks
+        self.masks = allowed_actions(infos, self._ended, self.num_actions, self.name) if has_masks else None
         if not finite.all():
             what = f"environment {int(finite.argmin())} returned a value that is not finite"
             raise EnvironmentBrokenError(f"{self.name}: {what}")
@@ -217,73 +273,76 @@ class Vector:
         factor = max(1, _MIN_RENDERED // max(image.shape)) if self.pixels is not None else 1
         return image.repeat(factor, 0).repeat(factor, 1)
 
-    def state_dict(self) -> dict[str, Any] | None:
-        """Return the state of the environments as plain values and tensors; None if it cannot be read."""
-        envs = self.envs.envs if isinstance(self.envs, SyncVectorEnv) else [self.envs]
-        for env in (each.unwrapped for each in envs):
-            if not type(env).__module__.startswith(_WITH_STATE) and not env.metadata.get("plain_state"):
-                return None
-        return {
-            "envs": [_attributes(each) for each in self._with_wrappers()],
-            "ended": _saved(self._ended),
-            "observations": _saved(self.observations),
-        }
+    # For an exact resume
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def state_dict(self) -> dict[str, Any] | None:
+        """Return the state of the environments as plain values and tensors; None if it cannot be saved.
+
+        It is that of their attributes, or what it takes to replay their running episodes; see `Episodes`.
+        """
+        if self.saves_episodes:
+            episodes = tree_map_only(np.ndarray, torch.from_numpy, [*self.envs.get_attr("running_episode")])
+            kept: dict[str, Any] = {"episodes": episodes}
+        elif all(map(has_plain_state, self._singles())):
+            kept = {"envs": [attributes(each) for each in self._with_wrappers()]}
+        else:
+            return None
+        seen = {"ended": self._ended, "observations": self.observations, "lives": self.lives, "masks": self.masks}
+        return kept | {name: saved_value(each) for name, each in seen.items() if each is not None}
+
+    def load_state_dict(self, state: dict[str, Any]) -> list[int]:
         """Restore the state that `state_dict` returned; the environments must have been reset before.
 
-        Raises one of `CONTENT_ERRORS` if it does not match; their state may then be partly replaced.
+        Raises one of `CONTENT_ERRORS` if it does not match, or an `EnvironmentBrokenError` if it is impossible. Returns
+        which environments came to another observation when their episodes were replayed: they have to be reset.
         """
-        like = {"envs": [dict], "ended": torch.from_numpy(self._ended)}
-        check_like(state, like | {"observations": torch.from_numpy(self.observations)}, "environments")
-        for each, attributes in zip(self._with_wrappers(), state["envs"], strict=True):
-            for name, kept in attributes.items():
-                if name not in vars(each):  # it would hide a method
-                    raise AttributeError(f"{type(each).__name__} has no {name}")
-                setattr(each, name, _restored(kept))
-        self._ended, self.observations = state["ended"].numpy().copy(), state["observations"].numpy().copy()
+        seen = {"ended": self._ended, "observations": self.observations, "lives": self.lives, "masks": self.masks}
+        like = {name: torch.from_numpy(each) for name, each in seen.items() if name in state and each is not None}
+        required = {"ended": object, "observations": object}
+        of_envs = {"episodes": [dict]} if self.saves_episodes else {"envs": [dict]}
+        check_like(state, required | like | of_envs, "environments")
+        if self.saves_episodes:
+            episodes = tree_map_only(torch.Tensor, torch.Tensor.numpy, state["episodes"])
+            if count := sum(len(each.get("actions", ())) for each in episodes):
+                log.info("%s: %s steps of the running episodes are replayed", self.name, f"{count:,}")
+            with seeded(0):  # what else draws from these generators must not notice
+                self._call(lambda: self.envs.set_attr("running_episode", episodes))
+            restored = zip(self._call(lambda: self.envs.get_attr("replayed")), state["ended"].tolist(), strict=True)
+            newest = state["observations"].numpy()
+            if self.pixels is not None:
+                newest = newest[:, -self.pixels.frame_shape[0] :]
+            differ = [i for i, (each, ended) in enumerate(restored) if each and not self._equal(each, newest[i], ended)]
+            if differ:
+                return differ
+        else:
+            self._set(state)
+            self.step(self.first_allowed())  # raises an error if they are in an impossible state
+        self._set(state)
+        return []
+
+    def _set(self, state: dict[str, Any]) -> None:
+        if "envs" in state:
+            set_attributes(self._with_wrappers(), state["envs"])
+        arrays = {name: each.numpy().copy() for name, each in state.items() if isinstance(each, torch.Tensor)}
+        self._ended, self.observations = arrays["ended"], arrays["observations"]
+        self.lives, self.masks = arrays.get("lives"), arrays.get("masks")
+
+    def _equal(self, replayed: Replayed, observation: np.ndarray, ended: bool) -> bool:
+        if replayed.observation is None or replayed.ended != ended:
+            return False
+        batch = np.asarray(replayed.observation)[None]
+        got = batch.astype(np.float32) if self.pixels is None else self.pixels.frames(batch)
+        return np.array_equal(got[0], observation)
+
+    @property
+    def saves_episodes(self) -> bool:
+        """Whether the running episodes are saved by `Episodes`, or in the same way."""
+        return bool(self.envs.metadata.get("saves_episodes"))
+
+    def _singles(self) -> list[Any]:
+        return self.envs.envs if isinstance(self.envs, SyncVectorEnv) else [self.envs]
 
     def _with_wrappers(self) -> list[Any]:
-        """Return the vectorized and the single environments; their wrappers have state, too, such as a time limit."""
-        found: list[Any] = [self.envs]
-        for env in self.envs.envs if isinstance(self.envs, SyncVectorEnv) else ():
-            found.append(env)
-            while found[-1] is not env.unwrapped:
-                found.append(found[-1].env)
-        return found
-
-
-def _attributes(env: Any) -> dict[str, Any]:
-    """Return the attributes with plain values, and the random generator; others, as spaces, do not change."""
-    kept = {name: _saved(value) for name, value in vars(env).items() if _is_plain(value)}
-    generator = vars(env).get("_np_random")
-    return kept if generator is None else kept | {"_np_random": {"random": generator.bit_generator.state}}
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, tuple | list):
-        return all(map(_is_plain, value))
-    return isinstance(value, _PLAIN_TYPES) and (not isinstance(value, np.ndarray) or value.dtype.kind in "biuf")
-
-
-def _saved(value: Any) -> Any:
-    """Return a value as a checkpoint holds it: NumPy arrays as tensors, and NumPy scalars as `{"number": tensor}`."""
-    if isinstance(value, np.ndarray):
-        return torch.from_numpy(value.copy())
-    if isinstance(value, str):
-        return str(value)  # a numpy string is also a str
-    if isinstance(value, np.generic):
-        return {"number": torch.from_numpy(np.array(value))}
-    return type(value)(map(_saved, value)) if isinstance(value, tuple | list) else value
-
-
-def _restored(kept: Any) -> Any:
-    if isinstance(kept, torch.Tensor):
-        return kept.numpy().copy()
-    if isinstance(kept, dict) and "random" in kept:
-        generator = np.random.Generator(np.random.PCG64())
-        generator.bit_generator.state = kept["random"]
-        return generator
-    if isinstance(kept, dict):
-        return kept["number"].numpy()[()]
-    return type(kept)(map(_restored, kept)) if isinstance(kept, tuple | list) else kept
+        """Return the vectorized and the single environments, with their wrappers."""
+        singles = self._singles()
+        return singles if singles == [self.envs] else [self.envs, *itertools.chain(*map(chain, singles))]

@@ -113,6 +113,10 @@ def registered(monkeypatch: pytest.MonkeyPatch, environment: type[gymnasium.Env]
 class Broken(gymnasium.Env):
     """An environment that fails at step 3 of episode 2 in the way that `wrong` selects; episodes have five steps."""
 
+    metadata: ClassVar[dict[str, Any]] = {
+        "plain_state": True,
+        "render_modes": [],
+    }  # its episodes are counted, not seeded
     observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (2,), np.float64)
     action_space = gymnasium.spaces.Discrete(2)
     wrong = ""

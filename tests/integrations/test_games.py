@@ -1,10 +1,14 @@
 """Atari and MinAtar, and resized images: `make test-integrations` installs ale-py, minatar and OpenCV."""
 
+import time
+
 import gymnasium
 import numpy as np
 import pytest
+import torch
 from helpers.compose import build_composed_run, prepare_session, train_in
 from helpers.extras import require
+from helpers.plain_loop import weights_at
 from PIL import Image
 
 from runner.commands import play
@@ -20,6 +24,67 @@ SHORT = (
     "save_every=2",
 )
 SHORT += ("env.max_episode_steps=60", "workload.replay_size=2000", "device=cpu", "device.threads=1", "batch_size=32")
+
+
+@pytest.mark.cases(
+    ("Box2D", ("env.id=LunarLander-v3", "model.hidden=[8]")),
+    ("minatar", ("env=minatar", "env.id=MinAtar/SpaceInvaders-v1", "model=minatar_cnn", "env.frame_stack=2")),
+    ("ale_py", ("env=atari", "model=nature_cnn", "workload.terminal_on_life_loss=true", "env.max_episode_steps=30")),
+)
+def test_agents_in_games_and_physics_resume_bitwise(package, words, tmp_path, caplog):
+    require(package)
+    for name, steps in (("whole", (8,)), ("halves", (5, 8))):
+        for last in steps:
+            overrides = ("workload=dqn", *SHORT, "eval_every=0", "schedule=constant", *words, f"steps={last}")
+            with caplog.at_level("WARNING", "runner"):
+                result = train_in(tmp_path / name, build_composed_run(*overrides)).result
+    assert "new episodes" not in caplog.text
+    assert result.notes["episodes"] > 3
+    whole, halves = (weights_at(tmp_path / name, 8) for name in ("whole", "halves"))
+    assert all(torch.equal(halves[name], whole[name]) for name in whole)
+
+
+def test_games_are_replayed_from_when_they_were_last_seeded(monkeypatch):
+    """Episodes end at different times; with 40 in place of 10,000 steps, games begin with several seeds."""
+    require("ale_py")
+    monkeypatch.setattr("runner.env.atari._SEEDED_EVERY", 40)
+    env = games("env.id=ALE/Breakout-v5", "env.max_episode_steps=25")
+    with env.vector(3) as first, env.vector(3) as second:
+        first.reset(5)
+        random = np.random.default_rng(0)
+        for steps in (10, 17, 16, 30, 55):  # 27 steps are an episode and the first one of another
+            for _ in range(steps):
+                first.step(random.integers(env.num_actions, size=3))
+            second.reset(6)
+            assert second.load_state_dict(first.state_dict()) == []  # pyright: ignore[reportArgumentType]
+            for _ in range(35):
+                actions = random.integers(env.num_actions, size=3)
+                each = [vector.step(actions) for vector in (first, second)]
+                assert all(np.array_equal(*pair) for pair in zip(*each, strict=True) if pair[0] is not None)
+
+
+def test_episodes_of_minatar_depend_on_their_seed_and_actions_alone_and_are_replayed_quickly():
+    require("minatar")
+    actions = np.random.default_rng(0).integers(3, size=2400)
+    for game in ("Breakout", "Asterix", "Freeway", "Seaquest", "SpaceInvaders"):
+        env = Env(f"MinAtar/{game}-v1", options={"sticky_action_prob": 0.5})
+        env.prepare()
+        with env.vector(1) as used, env.vector(1) as new:
+            used.reset(1)
+            for action in actions[:300]:
+                used.step(np.full(1, action))
+            for vector in (used, new):
+                vector.reset(2)
+            for action in actions[:100]:
+                steps = [vector.step(np.full(1, action)) for vector in (used, new)]
+                assert all(np.array_equal(*pair) for pair in zip(*steps, strict=True) if pair[0] is not None)
+            if game == "Freeway":  # its episodes have 2,500 steps
+                used.reset(2)
+                for action in actions:
+                    assert used.step(np.full(1, action)).taken[0]
+                begun = time.process_time()
+                assert new.load_state_dict(used.state_dict()) == []  # pyright: ignore[reportArgumentType]
+                assert (time.process_time() - begun) * 10_000 / len(actions) < 1
 
 
 def games(*overrides: str) -> Env:

@@ -12,10 +12,11 @@ import numpy as np
 import torch
 
 from runner.device import sum_dtype
+from runner.env.action_masks import random_actions
 from runner.seeds import derive
 from runner.storage.value_checks import TensorSpec, UnexpectedContentError, check_like
 from runner.workloads.dqn.frame_replay import saved_form
-from runner.workloads.dqn.replay import NStepBuffer, Replay, row_width
+from runner.workloads.dqn.replay import NStepBuffer, Replay, row_width, with_masks
 
 if TYPE_CHECKING:
     from runner.env.base import Env
@@ -23,14 +24,16 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-Policy = Callable[[np.ndarray], np.ndarray]
-"""A function that maps observations, float32 [n, …], to greedy actions, int64 [n]."""
+Policy = Callable[..., np.ndarray]
+"""A function that maps observations, float32 [n, …], and masks, if there are any, to greedy actions, int64 [n]."""
 
 
-def greedy_policy(infer: Callable[[torch.Tensor], torch.Tensor], device: torch.device) -> Policy:
-    def policy(observations: np.ndarray) -> np.ndarray:
+def greedy_policy(infer: Callable[[Any], torch.Tensor], device: torch.device) -> Policy:
+    def policy(observations: np.ndarray, masks: np.ndarray | None = None) -> np.ndarray:
+        inputs = torch.tensor(observations, device=device)
         with torch.no_grad():
-            return infer(torch.tensor(observations, device=device)).argmax(1).cpu().numpy()
+            values = infer(inputs if masks is None else (inputs, torch.tensor(masks, device=device)))
+            return values.argmax(1).cpu().numpy()
 
     return policy
 
@@ -49,12 +52,15 @@ class Repeats:
         self._actions, self._left = np.zeros(num_envs, np.int64), np.zeros(num_envs, np.int64)
 
     def extend(
-        self, explores: np.ndarray, actions: np.ndarray, random: np.random.Generator
+        self, explores: np.ndarray, actions: np.ndarray, random: np.random.Generator, masks: np.ndarray | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return which environments take a random action now, bool [num_envs], and their actions, int64 [num_envs].
 
-        Where `explores` is True, a repetition of `actions` begins, unless the environment is repeating an action.
+        Where `explores` is True, a repetition of `actions` begins, unless the environment is repeating an action. A
+        repetition ends where the `masks` do not allow its action any more.
         """
+        if masks is not None:
+            self.end(~masks[np.arange(len(masks)), self._actions])
         begins = explores & (self._left == 0)
         drawn = np.searchsorted(self._cumulative, random.random(len(begins)), side="right") + 1
         self._left[begins] = drawn[begins]
@@ -111,16 +117,17 @@ class Actor:
         environment that is not repeating an action begins to repeat one.
         """
         vector, num_envs = self.vector, self.vector.num_envs
-        previous, lives = vector.observations, vector.lives
+        previous, lives, masks = vector.observations, vector.lives, vector.masks
         draws = self._random.random((2, num_envs))
-        actions = (draws[1] * self.num_actions).astype(np.int64)
+        actions = random_actions(draws[1], self.num_actions, masks)
         explores = draws[0] < (1.0 if policy is None else epsilon)
         if self._repeats is not None:
-            explores, actions = self._repeats.extend(explores, actions, self._random)
+            explores, actions = self._repeats.extend(explores, actions, self._random, masks)
         if policy is not None:
-            actions = np.where(explores, actions, policy(previous))
+            greedy = policy(previous) if masks is None else policy(previous, masks)
+            actions = np.where(explores, actions, greedy)
         steps = vector.step(actions)
-        _, rewards, terminated, truncated, taken, lives_left = steps
+        rewards, terminated, truncated, taken, lives_left = steps[1:6]
         ended = terminated | truncated
         if self._repeats is not None:
             self._repeats.end(ended)
@@ -181,24 +188,29 @@ class Actor:
     def load_state_dict(self, state: dict[str, Any], parts: Mapping[str, Path] | None = None) -> None:
         """Restore the state that `state_dict` returned, with the `parts` of the replay buffer.
 
-        If the state of the environments was not saved, or the number of environments differs, all environments start
-        new episodes, and a warning is logged. If an error is raised, the state may be partly replaced.
+        If the state of the environments was not saved or cannot be restored, or the number of environments differs, all
+        environments start new episodes, and a warning is logged. If an error is raised, the state may be partly
+        replaced.
         """
         self.replay.load_state_dict(state["replay"], parts)
         self.num_episodes = state["num_episodes"]
         self._ended = [tuple(episode) for episode in state["ended"]]
         self._rewards = state["rewards"]
         self._random.bit_generator.state = state["random"]
-        same_number = len(state["returns"]) == self.vector.num_envs
-        if not same_number or state["environments"] is None:
-            why = "their state cannot be saved" if same_number else "the checkpoint has a different number of them"
+        why = ""
+        if len(state["returns"]) != self.vector.num_envs:
+            why = "the checkpoint has a different number of them"
+        elif state["environments"] is None:
+            why = "the checkpoint has no state of them"
+        elif differ := self.vector.load_state_dict(state["environments"]):
+            why = (
+                f"{len(differ)} of them came to another state when their episodes were replayed from seeds and actions"
+            )
+        if why:
             log.warning("%s environments start new episodes: %s", self.vector.name, why)
             self.vector.reset(int(self._random.integers(2**62)))  # other episodes than the first ones
             self.replay.restart()
             return
-        self.vector.load_state_dict(state["environments"])
-        self.vector.step(np.zeros(self.vector.num_envs, np.int64))  # raises an error if they are in an impossible state
-        self.vector.load_state_dict(state["environments"])
         self.n_step_buffer.load_state_dict(state["windows"])
         self._returns, self._lengths = np.array(state["returns"]), np.array(state["lengths"], np.int64)
         if self._repeats is not None:
@@ -210,7 +222,10 @@ def check_saved(state: dict[str, Any], env: Env, n_step: int, longest_repeat: in
 
     Raises `UnexpectedContentError` if it cannot have been saved by an agent in such environments.
     """
-    width = row_width(math.prod(env.shape) if env.pixels is None else 1)
+    size, masked = math.prod(env.shape) if env.pixels is None else 1, env.num_masked
+    width = row_width(size, masked)
+    for part in (state["replay"], state["windows"]) if masked else ():
+        part["rows"] = with_masks(part["rows"], size, masked)
     vectors = {"rows": TensorSpec(torch.float32, (None, width)), "cursor": int}
     windows = {
         "time": int,
@@ -219,7 +234,7 @@ def check_saved(state: dict[str, Any], env: Env, n_step: int, longest_repeat: in
         "open": TensorSpec(torch.bool, (n_step, None)),
     }
     like = {
-        "replay": vectors if env.pixels is None else saved_form(math.prod(env.pixels.frame_shape)),
+        "replay": vectors if env.pixels is None else saved_form(math.prod(env.pixels.frame_shape), masked),
         "num_episodes": int,
         "random": {"bit_generator": str, "state": {"state": int, "inc": int}, "has_uint32": int, "uinteger": int},
         "environments": object,

@@ -10,10 +10,11 @@ import torch
 
 from runner.data.base import shard_bounds
 from runner.device import sum_dtype
+from runner.env.action_masks import random_actions
 from runner.env.base import Env
 from runner.seeds import derive
 from runner.tracking.metrics import MetricSums
-from runner.workloads.dqn.actor import greedy_policy
+from runner.workloads.dqn.actor import Policy, greedy_policy
 
 if TYPE_CHECKING:
     from runner.env.vector import Vector
@@ -44,11 +45,11 @@ def play(
         returns, lengths, running = np.zeros(num_episodes), np.zeros(num_episodes), np.ones(num_episodes, bool)
         randoms = [np.random.default_rng(derive(0, "exploration", i)) for i in episodes]
         for _ in range(env.longest or MAX_STEPS):
-            actions = policy(vector.observations)
+            actions = act(policy, vector)
             if epsilon:
                 draws = np.array([random.random(2) for random in randoms])
-                random_actions = (draws[:, 1] * env.num_actions).astype(np.int64)
-                actions = np.where(draws[:, 0] < epsilon, random_actions, actions)
+                drawn = random_actions(draws[:, 1], env.num_actions, vector.masks)
+                actions = np.where(draws[:, 0] < epsilon, drawn, actions)
             steps = vector.step(actions)
             returns += steps.rewards * running
             lengths += running
@@ -89,11 +90,15 @@ def play_one(
         vector.reset(seed)
         for length in range(1, (env.longest or MAX_STEPS) + 1):
             before_step(vector, length - 1)
-            steps = vector.step(policy(vector.observations))
+            steps = vector.step(act(policy, vector))
             total += float(steps.rewards[0])
             if (steps.terminated | steps.truncated).any():
                 break
     return total, length
+
+
+def act(policy: Policy, vector: Vector) -> np.ndarray:
+    return policy(vector.observations) if vector.masks is None else policy(vector.observations, vector.masks)
 
 
 def frame(vector: Vector) -> torch.Tensor:
@@ -114,7 +119,10 @@ def observation_scaling(env: Env, num_steps: int) -> tuple[torch.Tensor, torch.T
         vector.reset(derive(0, "moments"))
         observations = [vector.observations.reshape(env.num_envs, -1)]
         for _ in range(-(-num_steps // env.num_envs)):
-            vector.step(random.integers(env.num_actions, size=env.num_envs))
+            if vector.masks is None:
+                vector.step(random.integers(env.num_actions, size=env.num_envs))
+            else:
+                vector.step(random_actions(random.random(env.num_envs), env.num_actions, vector.masks))
             observations.append(vector.observations.reshape(env.num_envs, -1))
     table = torch.from_numpy(np.concatenate(observations)).double()
     deviation, mean = torch.std_mean(table, 0)

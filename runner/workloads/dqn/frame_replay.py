@@ -35,11 +35,19 @@ class FrameReplay(Replay):
     the frames; the rows are on the CPU.
     """
 
-    def __init__(self, capacity: int, num_envs: int, pixels: Pixels, n_step: int, device: torch.device | str):
+    def __init__(
+        self,
+        capacity: int,
+        num_envs: int,
+        pixels: Pixels,
+        n_step: int,
+        device: torch.device | str,
+        num_masked: int = 0,
+    ):
         self.num_envs, self.pixels = num_envs, pixels
         # The oldest frames are only parts of stacks, and the transitions from the newest ones are not complete.
         self.num_times = -(-capacity // num_envs) + n_step + pixels.stack
-        super().__init__(self.num_times * num_envs, 1)
+        super().__init__(self.num_times * num_envs, 1, num_masked=num_masked)
         self.frames = torch.zeros(self.capacity, int(np.prod(pixels.frame_shape)), dtype=torch.uint8, device=device)
         self.ages = torch.zeros(self.capacity, dtype=torch.uint8)
         """The number of frames of the same episode before each frame, at most `pixels.stack` - 1."""
@@ -93,10 +101,12 @@ class FrameReplay(Replay):
         return self.at(numbers)
 
     def batch(self, rows: torch.Tensor, device: torch.device) -> Transitions:
-        seen, actions, returns, following, discounts, _ = unpack(rows)
+        unpacked = unpack(rows, self.num_masked)
+        seen, actions, returns, following, discounts = unpacked[:5]
         stacks = self._stacks(torch.cat((seen, following))[:, 0].long()).to(device, non_blocking=True)
         actions, returns, discounts = (each.to(device, non_blocking=True) for each in (actions, returns, discounts))
-        return Transitions(stacks[: len(rows)], actions, returns, stacks[len(rows) :], discounts)
+        masks = None if unpacked.next_masks is None else unpacked.next_masks.to(device, non_blocking=True)
+        return Transitions(stacks[: len(rows)], actions, returns, stacks[len(rows) :], discounts, next_masks=masks)
 
     def _stacks(self, numbers: torch.Tensor) -> torch.Tensor:
         """Return the observations whose newest frames have these `numbers`, uint8 [n, channels, height, width]."""
@@ -180,10 +190,10 @@ class FrameReplay(Replay):
         return (first + torch.arange(self.num_envs)).flatten()
 
 
-def saved_form(frame_size: int) -> dict[str, Any]:
+def saved_form(frame_size: int, num_masked: int = 0) -> dict[str, Any]:
     """Return the form of what `FrameReplay.state_dict` returns, as for `check_like`."""
     return {
-        "rows": TensorSpec(torch.float32, (None, row_width(1))),
+        "rows": TensorSpec(torch.float32, (None, row_width(1, num_masked))),
         "ages": TensorSpec(torch.uint8, (None,)),
         "complete": TensorSpec(torch.bool, (None,)),
         "rest": TensorSpec(torch.uint8, (None, frame_size)),

@@ -37,25 +37,66 @@ class Transitions(NamedTuple):
     """float32 [n, 1]: the factor of the next observation's value in the TD target; 0 if the episode terminated."""
     possible_returns: tuple[Any, ...] = (-math.inf, math.inf)
     """The least and the greatest discounted return of an episode, scalars, as known when the batch was sampled."""
+    next_masks: torch.Tensor | None = None
+    """bool [n, actions]: the actions that are allowed at the next observation; None if all are, always."""
+
+    @property
+    def following(self) -> Any:
+        """The next observations, with their masks if there are any, as a network takes them."""
+        return self.next_observations if self.next_masks is None else (self.next_observations, self.next_masks)
 
 
-def row_width(observation_size: int) -> int:
-    """Return the number of values in a packed transition: two observations, action, return and discount."""
-    return 2 * observation_size + 3
+_MASK_BITS = 24  # of a float32, which is exact up to 2²⁴
 
 
-def unpack(rows: torch.Tensor) -> Transitions:
-    size = (rows.shape[1] - 3) // 2
-    observations, following, actions, returns, discounts = rows.split_with_sizes((size, size, 1, 1, 1), 1)
+def mask_width(num_masked: int) -> int:
+    return -(-num_masked // _MASK_BITS)
+
+
+def row_width(observation_size: int, num_masked: int = 0) -> int:
+    """Return the number of values in a packed transition: two observations, mask, action, return and discount.
+
+    The mask is that of `num_masked` actions at the next observation. If it has none, all of them are allowed.
+    """
+    return 2 * observation_size + mask_width(num_masked) + 3
+
+
+def packed_masks(masks: np.ndarray) -> np.ndarray:
+    """Return masks, bool [n, actions], as they are stored in rows, float32 [n, mask_width]."""
+    padded = np.zeros((len(masks), mask_width(masks.shape[1]) * _MASK_BITS), bool)
+    padded[:, : masks.shape[1]] = masks
+    return (padded.reshape(len(masks), mask_width(masks.shape[1]), _MASK_BITS) @ (1 << np.arange(_MASK_BITS))).astype(
+        np.float32
+    )
+
+
+def unpack(rows: torch.Tensor, num_masked: int = 0) -> Transitions:
+    words = mask_width(num_masked)
+    size = (rows.shape[1] - 3 - words) // 2
+    parts = rows.split_with_sizes((size, size, words, 1, 1, 1), 1)
+    observations, following, packed, actions, returns, discounts = parts
+    masks = None
+    if num_masked:
+        bits = packed.long()[:, :, None] >> torch.arange(_MASK_BITS, device=rows.device) & 1
+        masks = bits.flatten(1)[:, :num_masked].bool()
+        masks |= ~masks.any(1, keepdim=True)
     # Actions are stored as float32, which is exact up to 2²⁴.
-    return Transitions(observations, actions.long(), returns, following, discounts)
+    return Transitions(observations, actions.long(), returns, following, discounts, next_masks=masks)
+
+
+def with_masks(rows: torch.Tensor, observation_size: int, num_masked: int) -> torch.Tensor:
+    """Return rows [..., row_width] with masks that allow all actions, if they were saved without masks."""
+    if rows.shape[-1] != row_width(observation_size):
+        return rows
+    before, after = rows[..., : 2 * observation_size], rows[..., 2 * observation_size :]
+    return torch.cat((before, rows.new_zeros(*rows.shape[:-1], mask_width(num_masked)), after), -1)
 
 
 def transition_bytes(env: Env) -> tuple[int, int]:
     """Return the bytes of the row and of the frame of a transition; without images, the row has the observations."""
     if env.pixels is None:
-        return 4 * row_width(math.prod(env.shape)), 0
-    return 4 * row_width(1) + 2, math.prod(env.pixels.frame_shape)
+        return 4 * row_width(math.prod(env.shape), env.num_masked), 0
+    return 4 * row_width(1, env.num_masked) + 2, math.prod(env.pixels.frame_shape)
 
 
 def saved_bytes(env: Env, replay_size: int, env_steps: int) -> tuple[int, int]:
@@ -100,9 +141,9 @@ class Replay:
     begun = 0
     """The optimizer step after which the buffer was begun, with new transitions."""
 
-    def __init__(self, capacity: int, observation_size: int, device: torch.device | str = "cpu"):
-        self.capacity = capacity
-        self.rows = torch.zeros(capacity, row_width(observation_size), device=device)
+    def __init__(self, capacity: int, observation_size: int, device: torch.device | str = "cpu", num_masked: int = 0):
+        self.capacity, self.num_masked = capacity, num_masked
+        self.rows = torch.zeros(capacity, row_width(observation_size, num_masked), device=device)
         self._length = self._cursor = 0
 
     def __len__(self) -> int:
@@ -133,7 +174,7 @@ class Replay:
 
     def batch(self, rows: torch.Tensor, device: torch.device) -> Transitions:
         """Return the transitions of sampled rows on `device`."""
-        return unpack(rows.to(device, non_blocking=True))
+        return unpack(rows.to(device, non_blocking=True), self.num_masked)
 
     def restart(self) -> None:
         """Prepare for new episodes in all environments, whose last ones have not ended."""
@@ -166,10 +207,10 @@ class NStepBuffer:
     Reinforcement Learning, 2018).
     """
 
-    def __init__(self, num_envs: int, observation_size: int, length: int, discount: float):
+    def __init__(self, num_envs: int, observation_size: int, length: int, discount: float, num_masked: int = 0):
         self.length, self.size, self.discount = length, observation_size, discount
         # A ring buffer of the last `length` steps; all environments write to the same slot at the same time.
-        self._rows = np.zeros((length, num_envs, row_width(observation_size)), np.float32)
+        self._rows = np.zeros((length, num_envs, row_width(observation_size, num_masked)), np.float32)
         self._returns = np.zeros((length, num_envs))
         self._open = np.zeros((length, num_envs), bool)
         self._time = 0
@@ -182,7 +223,7 @@ class NStepBuffer:
         `observations` are those before the step, vectors [num_envs, observation_size], as those of `steps`, and
         `actions` int64 [num_envs]. Transitions are packed, float32 [m, row_width].
         """
-        _, rewards, terminated, truncated, taken, _ = steps
+        rewards, terminated, truncated, taken = steps[1:5]
         slot = self._time % self.length
         self._time += 1
         written = self._rows[slot]
@@ -198,7 +239,9 @@ class NStepBuffer:
         self._open &= ~closing
         slots, envs = closing.nonzero()
         rows = self._rows[slots, envs]
-        rows[:, self.size : -3] = steps.observations[envs]
+        rows[:, self.size : 2 * self.size] = steps.observations[envs]
+        if steps.masks is not None:
+            rows[:, 2 * self.size : -3] = packed_masks(steps.masks[envs])
         rows[:, -2] = self._returns[slots, envs]
         rows[:, -1] = self.discount ** ((slot - slots) % self.length + 1) * ~terminated[envs]
         return rows

@@ -135,11 +135,11 @@ class DQN(Workload):
 
     def describe(self) -> dict[str, str]:
         env, shape = self.env, "×".join(map(str, self.env.shape)) + ", flattened" * (len(self.env.shape) == 2)
-        if env.pixels is not None and env.pixels.axes:
-            shape += f" ({env.pixels.frame_shape[0]} channels, the {env.pixels.channels_axis} axis of the images)"
+        shape += "" if env.pixels is None else env.pixels.origin
         if env.pixels is None and env.largest > _MAX_UNSCALED and not self.normalize:
             shape += f" with values up to {env.largest:g} (workload.normalize=true scales them)"
         limit = "" if env.longest else f", no limit of steps ({evaluation.MAX_STEPS:,} in evaluations)"
+        limit = ", masked" * env.has_masks + limit
         return {
             "env": f"{env.num_envs} × {env.name}, observations of {shape}, {env.num_actions} actions{limit}",
             "replay": f"{self.replay_size:,} transitions, {self.replay_ratio:g} updates per environment step",
@@ -221,7 +221,7 @@ class DQN(Workload):
         with memory_errors(self.replay_size):
             replay = self._new_replay(plan, device)
         size = 1 if isinstance(replay, FrameReplay) else math.prod(self.env.shape)
-        n_step_buffer = NStepBuffer(num_envs, size, self.n_step, self.discount)
+        n_step_buffer = NStepBuffer(num_envs, size, self.n_step, self.discount, self.env.num_masked)
         with errors_under("env"):
             vector = self.env.vector(num_envs)
         longest = self.epsilon_repeat
@@ -234,9 +234,9 @@ class DQN(Workload):
         capacity = math.ceil(self.replay_size / plan.num_data_ranks)
         replay_device = device if self.replay_device == "learner" else torch.device("cpu")
         if self.env.pixels is None:
-            return Replay(capacity, math.prod(self.env.shape), replay_device)
+            return Replay(capacity, math.prod(self.env.shape), replay_device, self.env.num_masked)
         num_envs = envs_per_process(self.env.num_envs, plan.num_data_ranks)
-        return FrameReplay(capacity, num_envs, self.env.pixels, self.n_step, replay_device)
+        return FrameReplay(capacity, num_envs, self.env.pixels, self.n_step, replay_device, self.env.num_masked)
 
     def _resume(self, actor: Actor, policy: Policy | None, last_step: int) -> None:
         """Restore what was saved for this process, whose last step was `last_step`, or fill its replay anew."""
@@ -262,7 +262,7 @@ class DQN(Workload):
 
     def loss(self, model: torch.nn.Module, batch: Transitions) -> tuple[torch.Tensor, BatchSums]:
         # A single forward pass for both networks, as wrappers such as DDP expect.
-        values, next_values = model(batch.observations, batch.next_observations, double=self.double)
+        values, next_values = model(batch.observations, batch.following, double=self.double)
         if self.clip_targets:  # not in 16 bits, whose range may be smaller
             full_range = next_values.to(torch.promote_types(next_values.dtype, torch.float32))
             next_values = full_range.clamp(*batch.possible_returns)

@@ -13,9 +13,11 @@ import pytest
 import safetensors.torch
 import torch
 from gymnasium.envs.registration import EnvSpec
+from helpers import seeded_envs
 from helpers.agents import plain_return
 from helpers.compose import TrainedRun, build_composed_run, prepare_session, train_in
 from helpers.events import load_events, scalar_curves
+from helpers.plain_loop import weights_at
 from PIL import Image
 
 from runner.batching import Plan
@@ -363,7 +365,7 @@ class Drawn(gymnasium.Env):
         return np.full((10, 20, 3), 40 * self.now, np.uint8)
 
 
-def test_the_best_policy_is_filmed_and_environments_that_cannot_be_saved_start_new_episodes(agent, caplog, monkeypatch):
+def test_the_best_policy_is_filmed_and_episodes_that_cannot_be_saved_are_replayed(agent, caplog, monkeypatch):
     monkeypatch.setitem(gymnasium.registry, "Drawn-v0", EnvSpec("Drawn-v0", Drawn, disable_env_checker=True))
     common = ("env.id=Drawn-v0", "eval_every=2", "save_every=4", "workload.record_video=true")
     run = agent(*common, "steps=4")
@@ -379,8 +381,20 @@ def test_the_best_policy_is_filmed_and_environments_that_cannot_be_saved_start_n
     assert (picture.step, picture.width, picture.height) == (2, 10, 5), "the second was no better"
     with caplog.at_level("WARNING", "runner"):
         run = agent(*common, "steps=8")
-    assert "Drawn-v0 environments start new episodes" in caplog.text
+    assert "new episodes" not in caplog.text
     assert run.result.notes["env_steps"] == 80 + 8 * 2  # pyright: ignore
+
+
+@pytest.mark.parametrize(("name", "same"), [("Walk-v0", True), ("GlobalWalk-v0", True), ("ClockWalk-v0", False)])
+def test_an_agent_resumes_bitwise_wherever_its_episodes_can_be_replayed(name, same, agent, caplog):
+    common = (f"env.id={seeded_envs.__name__}:{name}", "eval_every=0", "schedule=constant")
+    for directory, steps in (("whole", (9,)), ("halves", (5, 9))):
+        with caplog.at_level("WARNING", "runner"):
+            runs = [agent(*common, f"steps={last}", directory=directory) for last in steps]
+    whole, halves = (weights_at(runs[-1].directory.parent / name, 9) for name in ("whole", "halves"))
+    assert all(torch.equal(halves[name], whole[name]) for name in whole) == same
+    warned = f"{name} environments start new episodes: 8 of them came to another state"
+    assert (warned in caplog.text) == (not same)
 
 
 REFUSED: dict[str, tuple[str, object, str]] = {
