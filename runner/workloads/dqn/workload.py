@@ -98,12 +98,11 @@ class DQN(Workload):
         check_choice(self, "td_loss", ("huber", "mse"))
         min_warm_up = self.n_step * self.env.num_envs
         why = f"the first transitions are complete after n_step · env.num_envs = {min_warm_up} steps"
-        remedy = f"use at least workload.warm_up={min_warm_up}"
-        check(self.warm_up >= min_warm_up, "warm_up", self.warm_up, why, remedy)
+        check(self.warm_up >= min_warm_up, "warm_up", self.warm_up, why, f"use at least workload.warm_up={min_warm_up}")
         min_env_steps = math.ceil(self.warm_up + 1 / self.replay_ratio)
         why = f"the warm-up takes {self.warm_up} steps, which leaves none for the first update"
-        remedy = f"use at least workload.env_steps={min_env_steps}"
-        check(self.env_steps >= min_env_steps, "env_steps", self.env_steps, why, remedy)
+        fits, remedy = self.env_steps >= min_env_steps, f"use at least workload.env_steps={min_env_steps}"
+        check(fits, "env_steps", self.env_steps, why, remedy)
         self._epsilon = Annealing(self.epsilon_start, self.epsilon_final, self.epsilon_fraction, self.env_steps)
         self._actor: Actor | None = None
         self._batches: Generator[Transitions] | None = None
@@ -220,13 +219,12 @@ class DQN(Workload):
             check_host_memory(self.env, self.replay_size, self._count)
         with memory_errors(self.replay_size):
             replay = self._new_replay(plan, device)
-        size = 1 if isinstance(replay, FrameReplay) else math.prod(self.env.shape)
+        size = 1 if self.env.pixels is not None else math.prod(self.env.shape)
         n_step_buffer = NStepBuffer(num_envs, size, self.n_step, self.discount, self.env.num_masked)
         with errors_under("env"):
             vector = self.env.vector(num_envs)
-        longest = self.epsilon_repeat
-        repeats = Repeats(num_envs, longest, self.epsilon_repeat_exponent) if longest > 1 else None
-        seed = derive(plan.seed, "agent", plan.data_rank)
+        exponent, seed = self.epsilon_repeat_exponent, derive(plan.seed, "agent", plan.data_rank)
+        repeats = Repeats(num_envs, self.epsilon_repeat, exponent) if self.epsilon_repeat > 1 else None
         training = (repeats, self.clip_rewards, self.terminal_on_life_loss)
         return Actor(vector, self.env.num_actions, n_step_buffer, replay, seed, *training)
 
