@@ -108,7 +108,8 @@ def joined(prefix: str, key: str) -> str:
 
 def _digest(tensor: torch.Tensor) -> bytes:
     digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
-    digest.update(memoryview(bytes_of(tensor).cpu().numpy()))
+    content: Any = bytes_of(tensor).cpu().numpy()
+    digest.update(content)
     return digest.digest()
 
 

@@ -84,7 +84,8 @@ class FSDP(MultiProcess):
             # By default, FSDP does not reshard the root's own parameters, because the backward pass needs them first.
             reshard = self.reshard_after_forward and unit is not model
             others = {id(p) for block in units for p in block.parameters()} if unit is model else set()
-            dtypes = {str(p.dtype): name for name, p in unit.named_parameters() if id(p) not in others}
+            trained = [(name, p) for name, p in unit.named_parameters() if p.requires_grad and id(p) not in others]
+            dtypes = {str(p.dtype): name for name, p in trained}
             why = f"parameters of {type(unit).__name__} have several dtypes, which FSDP does not gather together"
             found = ", ".join(f"{name} {dtype.removeprefix('torch.')}" for dtype, name in dtypes.items())
             check(len(dtypes) < 2, "parallel", "fsdp", f"{why} ({found})", "parallel=ddp")

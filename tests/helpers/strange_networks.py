@@ -236,6 +236,15 @@ class SparseParameter(nn.Sequential):
         return super().forward(torch.sparse.mm(self.graph, x.t()).t())
 
 
+class FrozenIntegers(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(*chain(nn.Tanh()))
+        self.scale = nn.Parameter(torch.arange(6), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x * self.scale)
+
+
 def orthogonal() -> nn.Module:
     return chain(nn.Tanh(), nn.utils.parametrizations.orthogonal(nn.Linear(8, 8)))
 
@@ -384,6 +393,7 @@ CASES: dict[str, dict[str, Any]] = {
     "complex": case(Complex),
     "sparse_parameter": case(SparseParameter),
     "orthogonal": case(orthogonal),
+    "frozen_integers": case(FrozenIntegers),
     "own_linear": case(lambda: chain(OwnLinear(8, 8))),
     "old_weight_norm": case(old_weight_norm),
     "old_weight_norm_object": case(made_once(old_weight_norm)),

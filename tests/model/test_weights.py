@@ -6,6 +6,7 @@ from copy import deepcopy as copy
 
 import pytest
 import torch
+from helpers.stateful_objects import evolving
 from safetensors.torch import save_file
 from torch import nn
 
@@ -47,6 +48,19 @@ def test_a_zip_archive_that_only_torch_recognizes_is_refused(tmp_path):
     path.write_bytes(content[:-2] + (4).to_bytes(2, "little") + b"PK\5\6")
     with pytest.raises(zipfile.BadZipFile):
         load_tensors(path)
+
+
+def test_buffers_of_weights_may_have_another_shape_but_no_parameter_may(tmp_path):
+    trained, file = evolving(), tmp_path / "weights.pt"
+    for _ in range(3):
+        trained(torch.ones(2, 5))
+    torch.save(trained.state_dict(), file)
+    load_weights(new := evolving(), str(file), False)
+    assert new[2].grown.tolist() == [1, 1 / 2, pytest.approx(1 / 3)]
+    assert new[2].late.tolist() == trained[2].late.tolist()
+    torch.save(trained.state_dict() | {"first.bias": torch.zeros(6)}, file)
+    with pytest.raises(ConfigError, match=r"1 of a different shape: first.bias \[6\] instead of \[5\]"):
+        load_weights(evolving(), str(file), False)
 
 
 class EndsWithoutParameters(nn.Module):

@@ -109,6 +109,7 @@ RIGHT: dict[str, list[str]] = {
     "own_linear": ["parallel=fsdp", "parallel=pipeline"],
     "temperature": ["parallel=ddp"],
     "orthogonal": ["parallel=pipeline"],
+    "frozen_integers": ["parallel=fsdp"],
 }
 """The modes in which a network of `CASES` trains to the weights of a plain loop."""
 
