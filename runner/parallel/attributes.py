@@ -23,10 +23,7 @@ def plain_values(module: torch.nn.Module) -> dict[str, Any]:
     """Return the numbers, texts and None in attributes of `module` and its submodules, by name."""
     found: dict[str, Any] = {}
     for prefix, each in module.named_modules():
-        for key, value in vars(each).items():
-            value = value.item() if type(value).__module__ == "numpy" and getattr(value, "shape", 0) == () else value
-            if type(value) in _PLAIN and key not in _OF_TORCH:
-                found[joined(prefix, key)] = value
+        found |= {joined(prefix, key): _item(value) for key, value in vars(each).items() if _is_plain(key, value)}
     return found
 
 
@@ -53,7 +50,7 @@ def other_marks(module: torch.nn.Module) -> dict[str, Any]:
         has_extra_state = type(each).get_extra_state is not torch.nn.Module.get_extra_state
         if not has_extra_state and is_of_user(each):
             others = {key: value for key, value in vars(each).items() if key not in _OF_TORCH}
-            found |= {joined(prefix, key): _mark(value) for key, value in others.items() if type(value) not in _PLAIN}
+            found |= {joined(prefix, key): _mark(each) for key, each in others.items() if not _is_plain(key, each)}
     return found
 
 
@@ -95,11 +92,21 @@ def plain_values_kept(module: torch.nn.Module) -> Iterator[None]:
     finally:
         for each, attributes in before:
             now = vars(each)
-            for key in [key for key in now if type(now[key]) in _PLAIN and key not in _OF_TORCH]:
+            for key in [key for key, value in now.items() if _is_plain(key, value)]:
                 if key not in attributes:
                     del now[key]
-                elif type(attributes[key]) in _PLAIN:
+                elif _is_plain(key, attributes[key]):
                     now[key] = attributes[key]
+
+
+def _item(value: Any) -> Any:
+    """Return a number of NumPy as one of Python, which a checkpoint can hold; other values as they are."""
+    is_number = type(value).__module__ == "numpy" and getattr(value, "shape", None) == () and hasattr(value, "item")
+    return value.item() if is_number else value
+
+
+def _is_plain(key: str, value: Any) -> bool:
+    return type(_item(value)) in _PLAIN and key not in _OF_TORCH
 
 
 def joined(prefix: str, key: str) -> str:

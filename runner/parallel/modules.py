@@ -98,10 +98,8 @@ class Modules:
         now = self._named(other_marks)
         names = sorted(self._in_words(name) for name, mark in self._others.items() if now.get(name, mark) != mark)
         if names:
-            text = (
-                "model: %s changes in training, and no checkpoint has it: a run that is resumed or loaded begins with "
-            )
-            text += "its first value; make it a buffer or a number, or return it in get_extra_state()"
+            text = "model: %s changes in training, and no checkpoint has it: a run that is resumed or loaded begins "
+            text += "with its first value; make it a buffer or a number, or return it in get_extra_state()"
             log.warning(text, ", ".join(names))
         if self.replicas and not self._session.plan.num_members:
             values = self.plain_values()

@@ -162,6 +162,7 @@ class Evolves(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.calls, self._started, self.temperature, self.phase, self.level = 0, False, 2.0, "warm", None
+        self.scale = np.exp
         self.register_buffer("late", None)
         self.register_buffer("grown", torch.zeros(0))
         self.register_buffer("count", torch.zeros((), dtype=torch.int64))  # float64 later
@@ -173,7 +174,7 @@ class Evolves(nn.Module):
         self.calls += 1  # in evaluations, too
         self.grown = torch.cat([self.grown, torch.full((1,), 1 / self.calls)])
         if self.training:
-            self.temperature *= np.exp(-0.1)
+            self.temperature *= self.scale(-0.1)
             self._started, self.level = True, 0.1 * self.calls
             self.phase = "warm" if self.calls < 3 else "cold"
             self.late = torch.full((5,), 0.1) if self.late is None else self.late * 0.9
