@@ -155,7 +155,7 @@ def test_what_is_not_trusted_has_to_be_typed_again(node, key, value, run, monkey
     error = refused(f"resume={run}")
     assert (error.key, error.got) == (f"{group}.{key}", value)
     typed = show(f"resume={run}", f"{group}.{key}='{value}'")[group][key]
-    assert typed == value
+    assert typed == ("0.5" if value == "${oc.env:LR}" else value)
 
 
 def test_an_environment_variable_in_a_saved_config_is_not_printed_or_saved(run):
@@ -165,14 +165,15 @@ def test_an_environment_variable_in_a_saved_config_is_not_printed_or_saved(run):
     assert "treasure" not in console + "".join(map(str, tree(run).values()))
 
 
-def test_an_environment_variable_is_used_but_its_value_is_not_saved(tmp_path):
-    typed = (*TINY_CPU, *STEPS, "optimizer.weight_decay=${oc.env:DECAY}")
-    run_successfully(tmp_path, *typed, DECAY="0.2516273")
+def test_an_environment_variable_is_used_but_the_value_of_a_credential_is_not_saved(tmp_path):
+    typed = (*TINY_CPU, *STEPS, "optimizer.weight_decay=${oc.env:SECRET}", "optimizer.lr=${oc.env:RATE}")
+    run_successfully(tmp_path, *typed, SECRET="0.2516273", RATE="0.0625")
     [run] = tmp_path.glob("outputs/*/*")
-    assert saved(run)["optimizer"]["weight_decay"] == "${oc.env:DECAY}"
+    assert saved(run)["optimizer"]["weight_decay"] == "${oc.env:SECRET}"
+    assert saved(run)["optimizer"]["lr"] == 0.0625
     assert not [name for name, content in tree(run).items() if b"0.2516273" in content]
-    error = refused(*typed)
-    assert (error.key, "DECAY" in error.why) == ("optimizer.weight_decay", True)
+    error = refused(*typed[:-1])
+    assert (error.key, "SECRET" in error.why) == ("optimizer.weight_decay", True)
 
 
 def test_the_trackers_of_a_saved_config_are_those_of_their_names(run):
