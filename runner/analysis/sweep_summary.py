@@ -75,7 +75,10 @@ def _write(path: Path) -> None:
         if words and len(words) == len(cells):  # TensorBoard hides the rows with a text that is not in the list
             texts[printable(key)] = words
     for old in path.glob(f"events.out.tfevents.{10 * '[0-9]'}"):  # TensorBoard would keep the columns of the first file
-        old.unlink()
+        if old.stat().st_size:
+            old.write_bytes(b"")  # not removed: see `EventFile.remove_earlier`
+        else:
+            old.unlink()
     file = EventFile(path, first_step=0)
     try:
         tags = dict.fromkeys(tag for run in compared.runs if run.state == "done" for tag in run.result["metrics"])

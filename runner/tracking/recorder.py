@@ -70,7 +70,7 @@ class Recorder:
         for backend in self._backends:
             backend.hyperparameters(shown_values(flatten(config)), shown_values(typed))
 
-    def finish(self, status: str) -> None:
+    def finish(self, status: str = "done") -> None:
         """Note how the session has ended: `done`, `stopped` or `diverged`."""
         self._status = status
 

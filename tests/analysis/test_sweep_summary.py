@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from helpers.compose import compose_config
-from helpers.events import hparams_tab, load_events
+from helpers.events import hparams_tab, load_events, multiplexer_of
 from helpers.handmade_runs import evaluation_entries, save_ledger, write_run_directory
 
 from runner.analysis.sweep_summary import find_best, write_summary
@@ -105,7 +105,20 @@ def test_the_tables_have_the_best_jobs_and_the_failures(grid):
         shutil.rmtree(grid / name)
     write_summary(grid)
     assert list(hparams_tab(grid).types) == ["optimizer.lr"]
-    assert len(list(grid.glob("events*"))) == 1, "a second summary replaces the first"
+    assert len([path for path in grid.glob("events*") if path.stat().st_size]) == 1, (
+        "a second summary replaces the first"
+    )
+    write_summary(grid)
+    assert len(list(grid.glob("events*"))) == 2, "empty files are removed"
+
+
+def test_a_tensorboard_that_is_running_shows_a_second_summary(grid):
+    write_summary(grid)
+    first, reader = told(grid), multiplexer_of(grid).Reload()
+    shutil.rmtree(grid / "003-job")
+    write_summary(grid)
+    [text] = reader.Reload().Tensors(".", "sweep/summary/text_summary")
+    assert text.tensor_proto.string_val[0].decode() == told(grid) != first
 
 
 @pytest.mark.parametrize("metric", ["eval/accuracy", "eval/loss"])
