@@ -6,6 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
@@ -20,6 +21,7 @@ from runner.parallel.collectives import Collectives
 from runner.parallel.compiling import compile_in_place, modules_of_blocks, refuse_step
 from runner.parallel.multiprocess import MultiProcess, check_find_unused, finds_unused
 from runner.parallel.session import Session
+from runner.system.trees import map_leaves
 from runner.tracking.metrics import BatchSums, MetricSums
 
 if TYPE_CHECKING:
@@ -127,15 +129,14 @@ class FSDP(MultiProcess):
                 pass
         return sums
 
-    def _infer(self, model: torch.nn.Module, inputs: torch.Tensor | None) -> Any:
+    def _infer(self, model: torch.nn.Module, inputs: Any) -> Any:
         """Return the outputs for `inputs`. If only others have some, make a pass of zeros; if none has, return None."""
-        spec = None if inputs is None else (tuple(inputs.shape), inputs.dtype)
+        spec = None if inputs is None else map_leaves(lambda each: torch.empty_like(each, device="meta"), inputs)
         specs = [each for each in self._session.collectives.all_gather(spec) if each is not None]
         if not specs:
             return None
-        shape, dtype = specs[0]
-        zeros = torch.zeros(shape, dtype=dtype, device=self._session.device)
-        return model(zeros if inputs is None else copied(inputs))
+        zeros = partial(torch.zeros_like, device=self._session.device)
+        return model(map_leaves(zeros, specs[0]) if inputs is None else copied(inputs))
 
 
 class GatheredParameters:

@@ -92,9 +92,9 @@ def test_the_replay_buffer_has_the_mask_of_each_next_observation(images, num_act
 @pytest.mark.cases(
     ("single", "workload.epsilon_repeat=6 workload.epsilon_start=0.5"),
     pytest.param("single", "compile=step", marks=pytest.mark.slow),
-    ("ddp", "workload.double=false"),
+    pytest.param("ddp", "workload.double=false", marks=pytest.mark.slow),
     ("ensemble", "workload.eval_epsilon=0.3"),
-    pytest.param("fsdp", "accumulation=2", marks=pytest.mark.slow),
+    ("fsdp", "accumulation=2 workload.double=false"),
     pytest.param("hogwild", "workload.n_step=2", marks=pytest.mark.slow),
 )
 def test_an_agent_takes_only_actions_that_are_allowed_in_every_mode(mode, more, ranks, tmp_path):
