@@ -21,7 +21,7 @@ REFUSED = {
     "optimizer.lrr=1": ["optimizer.lrr:", "did you mean optimizer.lr?"],
     "seeed=1": ["seeed:", "did you mean seed"],
     "+foo=3": ["foo:", "accumulation, ", "debug, ", "sweep, "],
-    "schedule.milestones=[0.5]": ["schedule.milestones:", "a key of schedule=step; another schedule is chosen"],
+    "schedule.milestones=[0.5]": ["schedule.milestones:", "a key of schedule=plateau, schedule=step; another schedule is chosen"],
     "accumulation=3": ["accumulation: got '3'", "accumulation.steps=3"],
     "precision=17": ["precision: got '17'", "16, 32, 64, bf16, tf32"],
     "+precision=16": ["precision:", "Multiple values for precision"],
@@ -54,7 +54,7 @@ REFUSED = {
     "optimizer.lr=1,2": ["optimizer.lr: got '1,2'", "for a sweep, add -m (in Python: runner.sweep)", "in brackets"],
     "-m  sweep=here": ["sweep: got 'here'", "local"],
     "sweep.slots=2": ["sweep.slots:", "add -m"],
-    "-m  schedule=onecycle,cosine  schedule.gamma=0.5": ["schedule.gamma:", "a key of schedule=step"],
+    "-m  schedule=onecycle,cosine  schedule.gamma=0.5": ["schedule.gamma:", "a key of schedule=plateau, schedule=step"],
     "-m  optimizer.lr=interval(1,2)": ["optimizer.lr: got 'interval(1,2)'", "optimizer.lr=1,2,3"],
     # Errors that Hydra reports without the key
     "+seed=1": ["seed:", "already at 'seed'"],
@@ -187,7 +187,7 @@ def test_a_sweep_has_a_labeled_directory_for_each_job_and_no_other_files(tmp_pat
     labels = [f"{i:03d}-{label}" for i, label in enumerate(swept)]
     [summary] = sweep.glob("events.out.tfevents.*")
     assert sorted(path.name for path in sweep.iterdir()) == [".lock", *labels, "console", summary.name, "sweep.json"]
-    assert re.search(r"^best eval/accuracy \d\.\d+ ± \d\.\d+, the mean of 2 seeds: precision=", output, re.MULTILINE)
+    assert re.search(r"^best eval/accuracy \d\.\d+ ± \d\.\d+, the mean of 2 runs \(1 seed\): precision=", output, re.MULTILINE)
     assert f"look: tensorboard --logdir y=z/sweeps/a/{sweep.name}\n" in output
     configs = [yaml.safe_load((sweep / label / "config.yaml").read_text()) for label in labels]
     classes = [config["precision"]["_target_"].rpartition(".")[2] for config in configs]
