@@ -21,7 +21,7 @@ REFUSED = {
     "optimizer.lrr=1": ["optimizer.lrr:", "did you mean optimizer.lr?"],
     "seeed=1": ["seeed:", "did you mean seed"],
     "+foo=3": ["foo:", "accumulation, ", "debug, ", "sweep, "],
-    "schedule.milestones=[0.5]": ["schedule.milestones:", "a key of schedule=plateau, schedule=step; another schedule is chosen"],
+    "schedule.milestones=[0.5]": ["schedule.milestones:", "a key of schedule=step; another schedule is chosen"],
     "accumulation=3": ["accumulation: got '3'", "accumulation.steps=3"],
     "precision=17": ["precision: got '17'", "16, 32, 64, bf16, tf32"],
     "+precision=16": ["precision:", "Multiple values for precision"],
@@ -187,7 +187,9 @@ def test_a_sweep_has_a_labeled_directory_for_each_job_and_no_other_files(tmp_pat
     labels = [f"{i:03d}-{label}" for i, label in enumerate(swept)]
     [summary] = sweep.glob("events.out.tfevents.*")
     assert sorted(path.name for path in sweep.iterdir()) == [".lock", *labels, "console", summary.name, "sweep.json"]
-    assert re.search(r"^best eval/accuracy \d\.\d+ ± \d\.\d+, the mean of 2 runs \(1 seed\): precision=", output, re.MULTILINE)
+    assert re.search(
+        r"^best eval/accuracy \d\.\d+ ± \d\.\d+, the mean of 2 runs \(1 seed\): precision=", output, re.MULTILINE
+    )
     assert f"look: tensorboard --logdir y=z/sweeps/a/{sweep.name}\n" in output
     configs = [yaml.safe_load((sweep / label / "config.yaml").read_text()) for label in labels]
     classes = [config["precision"]["_target_"].rpartition(".")[2] for config in configs]
