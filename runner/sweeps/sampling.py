@@ -15,7 +15,7 @@ from optuna.trial import FrozenTrial
 from runner.sweeps.engines.base import Engine
 from runner.sweeps.search_space import Dimension, Space
 
-TPE_OPTIONS = {"multivariate": False, "constant_liar": True}
+TPE_OPTIONS: dict[str, Any] = {"multivariate": False, "constant_liar": True}
 """What `sweep.search=tpe` relies on, whatever Optuna's defaults are: trials that run count as bad ones meanwhile."""
 
 
