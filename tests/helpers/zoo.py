@@ -74,7 +74,8 @@ def trained_on_rank(config: dict[str, Any], file: Path) -> None:
             state.model.train()
             for step in session.plan.steps(0, session.num_steps):
                 take_step(state, batches, step, False)
-            tensors, _ = run.parallel.full_state(state.model, state.optimizer)
+            with state.modules.synchronized():
+                tensors, _ = run.parallel.full_state(state.model, state.optimizer)
         if session.rank == 0:
             torch.save(dict(tensors), file)
 
