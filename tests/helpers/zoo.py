@@ -133,7 +133,9 @@ def freeze_statistics(network: nn.Module) -> None:
             module.eval()
 
 
-def check_mode(plain: Plain, mode: str, ranks: Ranks, directory: Path, frozen: bool = False) -> None:
+def check_mode(
+    plain: Plain, mode: str, ranks: Ranks, directory: Path, frozen: bool = False, limit: float = LIMIT
+) -> None:
     """Check that a mode trains the network of `plain` as a plain loop does; a pipeline may refuse to split it."""
     file, config = directory / f"{mode}.pt", config_of(mode, plain.size, *plain.options)
     try:
@@ -146,4 +148,4 @@ def check_mode(plain: Plain, mode: str, ranks: Ranks, directory: Path, frozen: b
         torch.load(file), plain.trained(MODES[mode], freeze_statistics if frozen else lambda network: None)
     )
     file.unlink()
-    assert difference.size <= LIMIT, (mode, difference)
+    assert difference.size <= limit, (mode, difference)
