@@ -109,7 +109,9 @@ class Optimizer(ABC):
         if `layer_decay` is below 1 and the network lists no blocks.
         """
         parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        why, remedy = "none of its parameters is trained", "leave some trainable: requires_grad, model.unfreeze=[…]"
+        has_any = next(model.parameters(), None) is not None
+        why = "none of its parameters is trained" if has_any else "it has no parameters, and there is nothing to train"
+        remedy = "leave some trainable: requires_grad, model.unfreeze=[…]" if has_any else "give a network with some"
         check(bool(parameters), "model", type(model).__name__, why, remedy)
         pattern_of = self._patterns(model, parameters)
         blocks, block_of = [name for name, _ in blocks_of(model)], block_indices(model)

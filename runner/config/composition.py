@@ -142,7 +142,7 @@ class Composer:
             config.tracking.trackers = self._loader.load_configuration(self._root, words, mode).tracking.trackers
         if typed := [word for word in overrides if user_code.typed_files([word])]:
             with read_write(config):
-                task = config.hydra.overrides.task
+                task: Any = OmegaConf.to_container(config.hydra.overrides.task, resolve=False)
                 config.hydra.overrides.task = [*typed, *(word for word in task if word not in {*words} - {*overrides})]
         raw: Any = OmegaConf.to_container(OmegaConf.masked_copy(config, ["name"]), resolve=False)
         if raw["name"] == _NAME and config.hydra.runtime.choices.get("workload") == "_user":

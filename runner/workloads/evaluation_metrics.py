@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import warnings
 from collections.abc import Callable, Container, Iterator, Mapping
@@ -27,7 +28,7 @@ Kept: TypeAlias = "tuple[list[Any], torch.Tensor]"
 log = logging.getLogger(__name__)
 
 _KEY = "evaluation_metrics"  # in the metric sums
-_MISTAKES = AttributeError, ImportError, KeyError, NameError, TypeError
+_MISTAKES = AttributeError, ImportError, KeyError, NameError, NotImplementedError, TypeError
 
 
 class EvaluationMetrics:
@@ -38,7 +39,8 @@ class EvaluationMetrics:
     objects of torchmetrics whose states can be added (see `Tally`). No sample counts twice.
 
     Args:
-        metrics: the metrics by name. They are copied, not changed.
+        metrics: the metrics by name. They are not changed: each evaluation computes with copies of them, so that its
+            values depend on its samples alone.
         goals: `min` or `max` of each metric by which a run may end early.
     """
 
@@ -112,7 +114,7 @@ class EvaluationMetrics:
                         self.update(name, whole, *samples)
                     value = whole.compute()
                 else:
-                    value = metric(*copied(samples or ()))
+                    value = self._called(name, metric, samples)
         except ConfigError:
             raise
         except Exception as error:
@@ -129,6 +131,21 @@ class EvaluationMetrics:
             why = f"it returns {value}, and not a number{user_code.place(metric)}"
             remedy = "return one number, or an array whose mean is meant"
             raise ConfigError(f"metrics.{name}", ABSENT, why, remedy) from None
+
+    def _called(self, name: str, metric: Metric, samples: tuple[Any, Any] | None) -> Any:
+        """Return what a copy of `metric` returns: what it remembers would be neither saved nor that of other modes."""
+        try:
+            own = copy.deepcopy(metric)
+        except Exception:  # of any type: it holds a file, for example
+            own = metric
+        before = _remembered(own)
+        value = own(*copied(samples or ()))
+        changed = [key for key, mark in _remembered(own).items() if own is not metric and before.get(key) != mark]
+        if changed and not self._is_trial and (name, "state") not in self._warned:
+            self._warned.add((name, "state"))
+            text = "metrics.%s remembers %s, which begins anew in each evaluation: a metric is one of its samples"
+            log.warning(text, name, changed[0])
+        return value
 
     def update(self, name: str, metric: Any, outputs: Any, targets: torch.Tensor) -> None:
         """Count samples in an object of torchmetrics."""
@@ -226,6 +243,17 @@ def _are_rows(tensors: list[torch.Tensor], lengths: list[int]) -> bool:
         return False
     ratio = len(tensors[0]) // lengths[0]
     return all(len(each) == ratio * length > 0 for each, length in zip(tensors, lengths, strict=True))
+
+
+def _remembered(metric: Metric) -> dict[str, Any]:
+    """Return the plain attributes of an object that is called, or whose method is, and the lengths of others."""
+    attributes = getattr(getattr(metric, "__self__", metric), "__dict__", {})
+    sized = (list, dict, set, tuple)
+    return {
+        key: len(value) if isinstance(value, sized) else value
+        for key, value in attributes.items()
+        if isinstance(value, (bool, int, float, str, type(None), *sized))
+    }
 
 
 def _shapes(samples: tuple[Any, Any] | None) -> str:

@@ -101,7 +101,7 @@ class UserWorkload(CrossEntropyWorkload[Samples]):
         if given is None:
             given = {"accuracy": accuracy} if self._loss is _cross_entropy and "accuracy" not in self._names else {}
         why = "it is no dict from names, loss not among them, to functions of (outputs, targets)"
-        usable = isinstance(given, Mapping) and "loss" not in given and all(map(callable, given.values()))
+        usable = isinstance(given, Mapping) and "loss" not in given
         check(usable, "metrics", given, why, 'metrics={"accuracy": function}')
         for name, metric in given.items():
             check(isinstance(name, str) and name.strip() != "", "metrics", name, "it is no name", 'metrics={"f1": …}')
@@ -109,6 +109,8 @@ class UserWorkload(CrossEntropyWorkload[Samples]):
             check(not isinstance(metric, type), f"metrics.{name}", metric, why, remedy)
             why, remedy = "it is a collection of several metrics", "give each a name: metrics={**collection}"
             check(not hasattr(metric, "add_metrics"), f"metrics.{name}", type(metric).__name__, why, remedy)
+            why, remedy = "it cannot be called with (outputs, targets)", "give a function, or an object with __call__"
+            check(callable(metric), f"metrics.{name}", metric, why, remedy)
         named = {name: of_samples(name, self._of_classes) for name in self._names}
         why, remedy = "the file defines a metric of this name", "leave one of the two out"
         check(not {*given} & {*named}, "workload.metrics", self._names, why, remedy)

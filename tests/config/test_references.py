@@ -6,7 +6,7 @@ import pytest
 from helpers.dry_run import run_in_this_process
 from omegaconf import OmegaConf
 
-from runner.config.composition import Composer
+from runner.config.composition import Composer, composition_errors
 from runner.config.errors import ConfigError
 from runner.config.hydra_errors import explain
 from runner.config.overrides import quoted
@@ -102,6 +102,18 @@ def test_the_number_of_a_job_is_that_of_the_sweep_and_0_in_a_single_run(tmp_path
     [flag] = [word for word in planner.plan(1, [*jobs][1]).arguments if word.startswith("--job-number")]
     code, printed = run_in_this_process(["--cfg", "job", "seed=${hydra:job.num}", flag], tmp_path)
     assert (code, "\nseed: 1\n" in printed) == (0, True)
+    file = tmp_path / "mine.py"
+    file.write_text("model = data = None", encoding="utf-8")
+    assert Composer().run([f"workload={file}", *words[1:]]).config["seed"] == 0
+
+
+def test_a_reference_to_nothing_is_refused_by_its_key_beside_code_of_the_users(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("model = data = None", encoding="utf-8")
+    for word in ("optimizer.lr=${nope}", "optimizer.lr=${eval:1/0}"):
+        with pytest.raises(Exception) as refused, composition_errors():
+            Composer().run([f"workload={file}", word])
+        assert explain(refused.value).startswith("optimizer.lr: ")
 
 
 @pytest.mark.cases(

@@ -325,3 +325,43 @@ def test_names_that_cannot_be_measured_are_refused(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "torchmetrics", None)  # it is needed for objects of a user's alone
     words = ("steps=1", "workload.metrics=[accuracy,loss,f1,auroc]")
     assert train_in(tmp_path, build_composed_run(*TINY_CPU, *words)).result.status == "done"
+
+
+class BestSoFar:
+    """A metric that remembers: what it returns depends on all of its calls."""
+
+    best = 0.0
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, outputs: torch.Tensor, targets: torch.Tensor) -> float:
+        self.calls += 1
+        self.best = max(self.best, (outputs == targets).float().mean().item())
+        return self.best + self.calls
+
+
+@pytest.mark.parametrize("method", [False, True])
+def test_the_value_of_an_object_depends_on_the_samples_of_one_evaluation_alone(method, caplog):
+    given = BestSoFar()
+    metrics = EvaluationMetrics({"best": given.__call__ if method else given})
+
+    def evaluated(outputs: list[int]) -> float:
+        tally = metrics.start(CPU)
+        tally.update(torch.tensor(outputs), torch.tensor([1, 1, 1, 1]))
+        return metrics.compute(tally.sums(), CPU)["best"]
+
+    with metrics.trial():
+        assert evaluated([1, 1, 1, 1]) == 2
+    assert not caplog.text
+    assert [evaluated([1, 1, 0, 0]), evaluated([1, 0, 0, 0])] == [1.5, 1.25]
+    assert caplog.text.count("metrics.best remembers calls, which begins anew in each evaluation") == 1
+    assert (given.best, given.calls) == (0.0, 0)
+
+
+def test_a_module_without_forward_is_refused_on_trial():
+    metrics = EvaluationMetrics({"m": torch.nn.Module()})
+    tally = metrics.start(CPU)
+    tally.update(torch.tensor([1]), torch.tensor([1]))
+    with metrics.trial(), pytest.raises(ConfigError, match=r"^metrics\.m: .*NotImplementedError"):
+        metrics.compute(tally.sums(), CPU)
