@@ -185,8 +185,9 @@ def record(
     whole = {name: full_tensor(gradient).cpu() for name, gradient in gradients.items()}
     tensors["gradients"] = collectives.gather_to_rank0(whole)
     tensors["evaluation"] = evaluated(state)
+    without_state = torch.optim.SGD(state.model.parameters())  # nobody compares that of the optimizer
     with state.modules.synchronized():
-        full, _ = run.parallel.full_state(state.model, state.optimizer)
+        full, _ = run.parallel.full_state(state.model, without_state)
     full = {name: each for name, each in full.items() if isinstance(each, torch.Tensor)}  # without extra states
     trained = set(chain(*collectives.all_gather([name for name, _ in state.model.named_parameters()])))
     tensors["weights"] = {name: tensor for name, tensor in full.items() if name in trained}
