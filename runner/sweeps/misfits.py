@@ -1,4 +1,4 @@
-"""Finds out, before the first job of a sweep is started, whether any option of a swept group fits the data."""
+"""Finds out, before the first job of a sweep is started, whether any option that a glob lists fits the data."""
 
 from __future__ import annotations
 
@@ -21,24 +21,22 @@ from runner.system.forkserver import run_in_child
 _GROUPS = ("model", "data", "env", "workload")
 """The config groups on which depends whether a network fits the data."""
 
-_FEWEST = 4
-"""The number of combinations from which on it is worth to load the data once more."""
 
+def check_one_fits(jobs: SweepJobs, typed: Sequence[str], config_dir: str | None) -> None:
+    """Raise the `ConfigError` of the first job if none of the options that a typed glob lists fits the others.
 
-def check_one_fits(jobs: SweepJobs, config_dir: str | None) -> None:
-    """Raise the `ConfigError` of the first job if none of the options of swept groups fits the others.
-
-    The data is loaded in another process, as by a job, until one fits. What a job refuses for another reason, with code
-    of the user's or elsewhere than on this machine is left to the jobs.
+    The data is loaded in another process, as by a job, until one fits: this takes seconds, which a list of chosen
+    options is spared. What a job refuses for another reason, with code of the user's or elsewhere than on this machine
+    is left to the jobs.
     """
+    if not any("=glob(" in word for word in typed):
+        return
     swept, given = {key.partition("@")[0] for key in jobs.swept}, user_code.given()
     groups = swept & {*_GROUPS}
     other_values = {key for key in swept if "." in key and key.partition(".")[0] in _GROUPS}
     if not groups or other_values or given.files or given.objects or not isinstance(jobs.engine, Local):
         return
     rows = list({shared_overrides(words): words for words in reversed([*jobs])}.values())[::-1]
-    if len(rows) < _FEWEST:
-        return
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "refusals.json"
         run_in_child(_write_refusals, rows, config_dir, sorted(groups), str(out))

@@ -59,7 +59,7 @@ def run_sweep(
     engine = jobs.engine
     engine.prepare(*preloaded)
     planner = Planner(jobs, config_dir)
-    check_one_fits(jobs, config_dir)
+    check_one_fits(jobs, typed, config_dir)
     root = Path(planner.config["output_root"], "sweeps", planner.config["name"])
     search = None if engine.search is None else _search(jobs, planner)
     with StopSweep() as stop, Ledger(typed, root, str(planner.config["resume"]), search is not None) as ledger:

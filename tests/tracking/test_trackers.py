@@ -269,14 +269,17 @@ def test_a_server_that_does_not_answer_holds_up_one_checkpoint_for_a_limited_tim
     background.close(True)
 
 
-def test_a_backend_that_fails_does_not_hold_up_a_checkpoint(tmp_path, monkeypatch):
+def test_a_backend_that_fails_does_not_hold_up_a_checkpoint(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(Background, "flush_patience", 1000.0)
+    begin = time.monotonic()
     [background] = Noted("scalars").backends()
     background.open(tmp_path, 1)
     background.scalars({"train/loss": 0.5}, 1)
     background.flush()
     background.flush()
     background.close(True)
+    assert time.monotonic() - begin < 500
+    assert ["ConnectionError: no route to host" in text for text in caplog.messages] == [True]
 
 
 @pytest.mark.cases(
