@@ -136,6 +136,19 @@ def test_a_run_resumes_in_any_mode(chain, ranks, tmp_path):
     assert loops.largest_difference(loops.weights_at(tmp_path, len(modes)), wanted.weights) <= 1e-13
 
 
+def test_the_rates_of_a_plateau_follow_its_evaluations_from_mode_to_mode(ranks, tmp_path):
+    plateau = "schedule=plateau schedule.metric=eval/loss schedule.patience=1 schedule.gamma=0.8"
+    plateau += " schedule.threshold_mode=abs schedule.threshold=0.016 eval_every=1 log_every=1 precision=64"
+    words = (*TINY_CPU, *loops.PLAIN_LOOP_OVERRIDES, *plateau.split())
+    ranks(1).train(compose_config(*words, "steps=16"), tmp_path / "whole")
+    for steps, mode in ((4, "ddp"), (8, "fsdp"), (12, "pipeline"), (16, "single")):
+        options = ("accumulation=2", f"parallel={mode}", f"steps={steps}")
+        ranks(1 if mode == "single" else 2).train(compose_config(*words, *options), tmp_path / "chain")
+    got, wanted = (scalar_curves(tmp_path / name)["lr"] for name in ("chain", "whole"))
+    assert got == wanted
+    assert len({rate for _, rate in got}) == 5, "the rate falls after other steps than those at which the mode changes"
+
+
 # Hogwild; for ensembles, see test_ensemble.py
 def train_from(directory: Path, *overrides: str) -> Any:
     """Begin or resume the run in `directory`, in processes that the mode starts, and return the result."""
