@@ -44,7 +44,8 @@ REFUSALS = (ConfigError, HydraException, OmegaConfBaseException)
 class SweepJobs:
     """All combinations of the values that the user listed in the overrides of a sweep.
 
-    Entries of `hydra.sweeper.params` in an option file count as overrides, too. If a key has several, the last counts.
+    Entries of `hydra.sweeper.params` in an option file count as overrides, too. If a key has several, the last counts,
+    except that dictionaries, as in `optimizer={lr:0.1},{lr:0.2}`, are combined with what comes before them.
 
     Attributes:
         engine: the options of the sweep itself.
@@ -53,7 +54,7 @@ class SweepJobs:
 
     Raises:
         ConfigError: if there are more than `MAX_JOBS` combinations, a key has no value or the same value twice, an
-            interval or paired values are invalid, a paired key is also set by another override, or one of
+            interval or paired values are invalid, a swept or paired key is also set by another override, or one of
             `SHARED_KEYS` has several values.
         ConfigError, HydraException, OmegaConfBaseException: if the config of the sweep cannot be composed.
     """
@@ -89,7 +90,7 @@ class SweepJobs:
         all_typed = {key for each in found for key in each.keys}
         found = [*of_file, *(self._with_studies(each, all_typed) for each in found)]
         found.sort(key=lambda each: override_key(each.name) not in each.keys)  # paired values last
-        last = list({each.keys: each for each in found}.values())  # what is typed later counts
+        last = _last_of_each_key(found, of_file)
         shared = [each for each in last if any(key.partition(".")[0] in SHARED_KEYS for key in each.keys)]
         for each in shared:
             check(not each.varies, each.keys[0], ABSENT, "it is the same for all jobs of a sweep", "give it one value")
@@ -179,6 +180,21 @@ class SweepJobs:
         check(len({*map(len, values.values())}) == 1, name, word.partition("=")[2], why, "add or remove some")
         rows = zip(*values.values(), strict=True)
         return Dimension(name, tuple(values), [list(itertools.chain(*row)) for row in rows])
+
+
+def _last_of_each_key(found: list[Dimension], of_file: Collection[Dimension]) -> list[Dimension]:
+    """Return the dimensions that count. Hydra merges a dictionary with what was set before it."""
+    last: dict[tuple[str, ...], Dimension] = {}
+    for each in found:
+        before = last.get(each.keys)
+        if before and any(word.partition("=")[2].startswith("{") for words in each.choices for word in words):
+            both = itertools.product(before.choices, each.choices)
+            last[each.keys] = before._replace(choices=[[*first, *then] for first, then in both])
+            continue
+        if before and before.varies and before not in of_file:
+            raise ConfigError(each.name, ABSENT, "it is swept, and then set by another override", "leave one out")
+        last[each.keys] = each
+    return [*last.values()]
 
 
 class Planner:

@@ -94,6 +94,17 @@ def test_a_glob_of_a_key_lists_files_and_a_glob_of_a_group_its_options(tmp_path,
         jobs("data.file=glob(*.txt)")
 
 
+def test_dictionaries_are_merged_with_what_is_set_before_them_as_in_a_run():
+    """In Hydra's own sweeps, the last one replaces the others."""
+    for plus in ("", "+"):
+        found = jobs("optimizer=sgd", f"{plus}optimizer={{lr:0.1}},{{lr:0.2}}", "optimizer={momentum:0},{momentum:0.5}")
+        chosen = [found.compose(number, words).config["optimizer"] for number, words in enumerate(found)]
+        assert [(each["lr"], each["momentum"]) for each in chosen] == [(0.1, 0), (0.1, 0.5), (0.2, 0), (0.2, 0.5)]
+        assert {each["_target_"] for each in chosen} == {"runner.optimizer.SGD"}
+    [words] = jobs("optimizer.lr=0.1", "optimizer.lr=0.2")
+    assert words == ["optimizer.lr=0.2"]
+
+
 def write_experiment(directory, name, params, sweep="{slots: 1}"):
     directory.mkdir(exist_ok=True)
     text = f"# @package _global_\nname: {name}\nsweep: {sweep}\nhydra: {{sweeper: {{params: {params}}}}}\n"
@@ -162,6 +173,8 @@ def test_options_that_are_numbers_can_be_paired():
     ("p=zip(seed=[1,2],batch_size=8)", "'batch_size=8' is not of the form KEY=[VALUE,VALUE]"),
     ("p=zip(seed=[1,2],q=zip(a=[1],b=[2]))", "'q=zip(a=[1]' is not of the form KEY=[VALUE"),
     ("seed=3 p=zip(seed=[1,2],batch_size=[8,16])", "set by another override"),
+    ("seed=1,2 seed=3", "it is swept, and then set by another override"),
+    ("seed=1,2 batch_size=8 seed=3,4", "it is swept, and then set by another override"),
     ("resume=auto,never", "the same for all jobs"),
     ("seed=range(0,200) epochs=range(1,100)", "more than 10,000 jobs"),
     ("optimizer.lr=range(0,1e300,1e-300)", "more than 10,000 jobs"),  # it is not listed
