@@ -11,11 +11,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
-from runner.config.errors import ConfigError, check_range
+from runner.config.errors import ConfigError
+from runner.config.limits import PositiveInt
 from runner.seeds import derive, sample_seeds
 from runner.system.accelerator import has_streams
 
@@ -28,10 +29,7 @@ class Accumulation:
     `auto` before the run begins.
     """
 
-    steps: int | str = 1
-
-    def __post_init__(self) -> None:
-        check_range(self, "steps", least=1)
+    steps: PositiveInt | Literal["auto"] = 1
 
     @property
     def count(self) -> int:

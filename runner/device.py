@@ -12,7 +12,8 @@ from pathlib import Path
 
 import torch
 
-from runner.config.errors import ConfigError, check, check_range
+from runner.config.errors import ConfigError, check
+from runner.config.limits import NonNegativeInt, NumThreads
 from runner.system import accelerator
 from runner.system.cpu import cores_per_process, cpu_model, local_world_size, usable_core_numbers
 from runner.system.memory import freed_memory_kept
@@ -23,9 +24,9 @@ class Device:
     """The requested device; `resolve` checks that it is available. The options are documented in conf/device/."""
 
     kind: str = "auto"
-    index: int | None = None
+    index: NonNegativeInt | None = None
     indices: list[int] = field(default_factory=list)
-    threads: int | None = None
+    threads: NumThreads | None = None
     memory_snapshot: bool = False
 
     def __post_init__(self) -> None:
@@ -35,8 +36,6 @@ class Device:
             except RuntimeError:
                 known = "auto, cpu, cuda, mps, xpu, or the device type that a plugin of torch adds"
                 raise ConfigError("kind", self.kind, "torch has no devices of this type", known) from None
-        check_range(self, "index", least=0)
-        check_range(self, "threads", least=1, most=1024)
         if self.index is not None and self.indices not in ([], [self.index]):
             why = f"device.indices={self.indices} names other devices"
             raise ConfigError("index", self.index, why, "leave one of the two out")

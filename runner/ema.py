@@ -7,11 +7,11 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 
-from runner.config.errors import check_range
+from runner.config.limits import Range
 
 log = logging.getLogger(__name__)
 
@@ -25,10 +25,7 @@ class Ema:
     weights.
     """
 
-    decay: float | None = None
-
-    def __post_init__(self) -> None:
-        check_range(self, "decay", above=0, below=1)
+    decay: Annotated[float, Range(above=0, below=1)] | None = None
 
     def build(self, model: torch.nn.Module) -> Average:
         """Return the average for `model`, which the parallel mode has placed; without `decay`, it has no effect."""

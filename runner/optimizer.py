@@ -7,27 +7,17 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import torch
 
-from runner.config.errors import ABSENT, ConfigError, check, check_range, did_you_mean, see_comments
+from runner.config.errors import ABSENT, ConfigError, check, did_you_mean, see_comments
+from runner.config.limits import Fraction, Range
 from runner.config.name_patterns import matching, names_to_match
 from runner.models.blocks import block_indices, blocks_of
 
-MAX_RATE = 1000  # a larger value is a typo: with it, every optimizer here diverges within a few steps
-
-_RANGES: dict[str, dict[str, float]] = {
-    "lr": {"above": 0, "most": MAX_RATE},
-    "weight_decay": {"least": 0, "most": MAX_RATE},
-    "layer_decay": {"above": 0, "most": 1},
-    "momentum": {"least": 0, "most": 1},
-    "beta1": {"least": 0, "below": 1},
-    "beta2": {"least": 0, "below": 1},
-    "eps": {"above": 0, "most": 1},
-    "ns_steps": {"least": 1, "most": 99},
-}
-"""The range of each option of this name, in every optimizer that has it."""
+RATE = Range(above=0, most=1000)  # a larger value is a typo: with it, every optimizer here diverges within a few steps
+DECAY = Range(least=0, most=1000)
 
 
 class ParameterGroup(NamedTuple):
@@ -51,20 +41,17 @@ class Optimizer(ABC):
     decides on its `lr` and `weight_decay`, before `layer_decay` and `decay_norms`.
     """
 
-    lr: float
-    weight_decay: float = 0.0
+    lr: Annotated[float, RATE]
+    weight_decay: Annotated[float, DECAY] = 0.0
     fused: bool = True
     groups: dict[str, Any] | None = None  # not {}: Hydra would refuse to override it
-    layer_decay: float = 1.0
+    layer_decay: Annotated[float, Range(above=0, most=1)] = 1.0
     decay_norms: bool = True
 
     needs_whole_parameters: ClassVar[bool] = False
     """Whether parallel modes that shard parameters are refused."""
 
     def __post_init__(self) -> None:
-        for name in _RANGES:
-            if hasattr(self, name):
-                check_range(self, name, **_RANGES[name])
         for pattern, options in (self.groups or {}).items():
             key = f"groups.{pattern}"
             why = "it is not a mapping with lr or weight_decay"
@@ -73,10 +60,9 @@ class Optimizer(ABC):
                 if name not in ("lr", "weight_decay"):
                     remedy = did_you_mean(name, ("lr", "weight_decay"))
                     raise ConfigError(f"{key}.{name}", ABSENT, "a group has no such option;", remedy)
-                is_number = isinstance(value, int | float) and not isinstance(value, bool)
-                if not is_number or not 0 <= value <= MAX_RATE or (name == "lr" and value == 0):
-                    why = f"it must be a number {'above' if name == 'lr' else 'from'} 0, and at most {MAX_RATE}"
-                    raise ConfigError(f"{key}.{name}", value, why, see_comments(self))
+                is_number, limits = type(value) in (int, float), RATE if name == "lr" else DECAY
+                why = f"it must be a finite number {limits}"
+                check(is_number and value in limits, f"{key}.{name}", value, why, see_comments(self))
 
     def build(self, model: torch.nn.Module, groups: Sequence[ParameterGroup] | None = None) -> torch.optim.Optimizer:
         """Return an optimizer for the parameters of `model` that require gradients.
@@ -180,7 +166,7 @@ def can_fuse(parameter: torch.Tensor) -> bool:
 class SGD(Optimizer):
     """Stochastic gradient descent with momentum (`torch.optim.SGD`)."""
 
-    momentum: float = 0.9
+    momentum: Fraction = 0.9
     nesterov: bool = False
 
     def __post_init__(self) -> None:
@@ -205,9 +191,9 @@ class SGD(Optimizer):
 class Adam(Optimizer):
     """Adam (Kingma and Ba, 2015; `torch.optim.Adam`)."""
 
-    beta1: float = 0.9
-    beta2: float = 0.999
-    eps: float = 1e-8
+    beta1: Annotated[float, Range(least=0, below=1)] = 0.9
+    beta2: Annotated[float, Range(least=0, below=1)] = 0.999
+    eps: Annotated[float, Range(above=0, most=1)] = 1e-8
 
     def build_from_groups(self, groups: list[dict[str, Any]], fused: bool) -> torch.optim.Optimizer:
         return torch.optim.Adam(groups, **self._arguments(torch.optim.Adam, fused))
@@ -261,9 +247,9 @@ class Muon(AdamW):
 
     needs_whole_parameters: ClassVar[bool] = True
 
-    momentum: float = 0.95
+    momentum: Fraction = 0.95
     nesterov: bool = True
-    ns_steps: int = 5
+    ns_steps: Annotated[int, Range(least=1, most=99)] = 5
 
     def build_from_groups(self, groups: list[dict[str, Any]], fused: bool) -> torch.optim.Optimizer:
         def is_matrix(parameter: torch.Tensor) -> bool:

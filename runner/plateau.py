@@ -6,9 +6,10 @@ import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from runner.config.errors import check, check_choice, check_range
+from runner.config.errors import check
+from runner.config.limits import Fraction, NonNegativeInt, Range
 from runner.schedule import Rates, Schedule
 from runner.storage.value_checks import UnexpectedContentError, check_like
 
@@ -23,21 +24,12 @@ class Plateau(Schedule):
     """
 
     metric: str | None = None
-    gamma: float = 0.1
-    patience: int = 10
-    threshold: float = 1e-4
-    threshold_mode: str = "rel"
-    cooldown: int = 0
-    final: float = 0.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_range(self, "gamma", above=0, below=1)
-        check_range(self, "patience", least=0)
-        check_range(self, "threshold", least=0)
-        check_choice(self, "threshold_mode", ("rel", "abs"))
-        check_range(self, "cooldown", least=0)
-        check_range(self, "final", least=0, most=1)
+    gamma: Annotated[float, Range(above=0, below=1)] = 0.1
+    patience: NonNegativeInt = 10
+    threshold: Annotated[float, Range(least=0)] = 1e-4
+    threshold_mode: Literal["rel", "abs"] = "rel"
+    cooldown: NonNegativeInt = 0
+    final: Fraction = 0.0
 
     def check_evaluations(self, directions: Mapping[str, str], eval_every: int) -> None:
         tags = sorted(f"eval/{name}" for name in directions)

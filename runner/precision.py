@@ -6,11 +6,12 @@ import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 
-from runner.config.errors import check, check_range
+from runner.config.errors import check
+from runner.config.limits import PositiveInt, Range
 from runner.storage.value_checks import check_like
 from runner.system import accelerator
 from runner.system.torch_private import found_inf_flags
@@ -162,12 +163,10 @@ class Float16(BFloat16):
 
     description: ClassVar[str] = "float16 autocast with loss scaling on a GPU, bfloat16 on a CPU; float32 weights"
 
-    init_scale: float = 65536.0
-    growth_interval: int = 2000
+    init_scale: Annotated[float, Range(above=0, most=2**32)] = 65536.0
+    growth_interval: PositiveInt = 2000
 
     def __post_init__(self) -> None:
-        check_range(self, "init_scale", above=0, most=2**32)
-        check_range(self, "growth_interval", least=1)
         self._scaler: torch.amp.GradScaler | None = None
         self._skipped = 0
         self._pending: tuple[torch.Tensor, torch.Event | None] | None = None

@@ -12,10 +12,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Annotated
 
 import torch
 
-from runner.config.errors import check_range
+from runner.config.limits import NonNegativeInt, Range
 from runner.device import synchronize
 from runner.system.section_timer import timer
 
@@ -113,17 +114,12 @@ class Trace(Profiler):
     100 operations that take the most time is written beside the trace.
     """
 
-    wait: int = 5
-    warmup: int = 2
-    active: int = 3
+    wait: NonNegativeInt = 5
+    warmup: NonNegativeInt = 2
+    active: Annotated[int, Range(least=1, most=1000)] = 3
     record_shapes: bool = False
     profile_memory: bool = False
     with_stack: bool = False
-
-    def __post_init__(self) -> None:
-        check_range(self, "wait", least=0)
-        check_range(self, "warmup", least=0)
-        check_range(self, "active", least=1, most=1000)
 
     @contextmanager
     def profile(self, directory: Path, *devices: torch.device) -> Iterator[None]:

@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
 
 from runner.batching import Accumulation, Plan
 from runner.config import user_code
-from runner.config.errors import ABSENT, ConfigError, check, check_range, did_you_mean, errors_under
+from runner.config.errors import ABSENT, ConfigError, check, did_you_mean, errors_under
+from runner.config.limits import NonNegativeInt, PositiveInt, Range
 from runner.config.options import chosen_option, root_keys
 from runner.config.other_names import type_instead
 from runner.config.overrides import LOCATION_KEYS
@@ -57,8 +58,6 @@ CONFIG_GROUPS: dict[str, type] = {
 WORKLOAD_INPUTS: dict[str, type] = {"model": Model, "data": Data, "env": Env}
 """The config groups that are passed to a workload if it has fields of these names, with the base class of each."""
 
-_LARGEST = 2**31 - 1  # more steps, or more samples per step, are a typo
-
 
 @dataclass
 class Run:
@@ -80,21 +79,21 @@ class Run:
     profiler: Profiler
     tracking: Tracker
     name: str
-    batch_size: int
-    seed: int = 0
-    repeat: int = 0
-    steps: int | None = None
-    epochs: float | None = None
-    max_grad_norm: float | None = None
-    log_every: int = 50
-    eval_every: int | None = None
-    save_every: int | None = None
-    keep: int = 2
+    batch_size: PositiveInt
+    seed: Annotated[int, Range(least=0, most=2**63 - 1)] = 0
+    repeat: NonNegativeInt = 0
+    steps: PositiveInt | None = None
+    epochs: Annotated[float, Range(above=0, most=1_000_000)] | None = None
+    max_grad_norm: Annotated[float, Range(above=0)] | None = None
+    log_every: PositiveInt = 50
+    eval_every: NonNegativeInt | None = None
+    save_every: NonNegativeInt | None = None
+    keep: NonNegativeInt = 2
     resume: str = "never"
     deterministic: bool = False
-    compile: bool | str = False
-    channels_last: bool | str = "auto"
-    proof: bool | str = "auto"
+    compile: bool | Literal["blocks", "step"] = False
+    channels_last: bool | Literal["auto"] = "auto"
+    proof: bool | Literal["auto"] = "auto"
     code: dict[str, Any] = field(default_factory=dict)
     output_root: str = "outputs"
     config: dict[str, Any] = field(default_factory=dict, init=False)
@@ -107,25 +106,9 @@ class Run:
         path = self.output_root.isprintable() and self.output_root.strip() != ""
         remedy = "output_root=. is the current directory"
         check(path, "output_root", self.output_root, "it is not the path of a directory", remedy)
-        check_range(self, "seed", least=0, most=2**63 - 1)
-        check_range(self, "repeat", least=0, most=_LARGEST)
-        for key in ("batch_size", "steps", "log_every"):
-            check_range(self, key, least=1, most=_LARGEST)
-        for key in ("eval_every", "save_every", "keep"):
-            check_range(self, key, least=0, most=_LARGEST)
         if self.channels_last == "auto":  # code of the user's may need contiguous tensors, for example for `view`
             model = getattr(self.workload, "model", None)
             self.channels_last = type(model).__module__.startswith("runner.") and not isinstance(model, UserModel)
-        why, remedy = "there is no such choice;", did_you_mean(str(self.channels_last), ("auto", "true", "false"))
-        check(isinstance(self.channels_last, bool), "channels_last", self.channels_last, why, remedy)
-        if not isinstance(self.compile, bool) and self.compile not in ("blocks", "step"):
-            remedy = did_you_mean(self.compile, ("true", "false", "blocks", "step"))
-            raise ConfigError("compile", self.compile, "there is no such choice;", remedy)
-        if not isinstance(self.proof, bool) and self.proof != "auto":
-            remedy = did_you_mean(self.proof, ("auto", "true", "false"))
-            raise ConfigError("proof", self.proof, "there is no such choice;", remedy)
-        check_range(self, "epochs", above=0, most=1_000_000)
-        check_range(self, "max_grad_norm", above=0)
         if self.steps is None and self.epochs is None and self.workload.num_steps(self.batch_size) is None:
             why = "neither steps nor epochs says how long to train"
             raise ConfigError("steps", None, why, "set epochs=10 or steps=1000")

@@ -8,21 +8,19 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 
-from runner.config.errors import check, check_range
+from runner.config.errors import check
+from runner.config.limits import Fraction, Range
 
 
 @dataclass
 class Schedule:
     """A constant learning rate after a linear warm-up over a fraction of the run; the base class of all schedules."""
 
-    warmup: float = 0.0
-
-    def __post_init__(self) -> None:
-        check_range(self, "warmup", least=0, most=1)
+    warmup: Fraction = 0.0
 
     def factor(self, update: int, num_updates: int) -> float:
         """Return the factor for the update with index `update`, counted from 0, of a run with `num_updates` updates."""
@@ -85,11 +83,7 @@ class Rates:
 class Linear(Schedule):
     """A linear fall of the factor from 1 to `final`."""
 
-    final: float = 0.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_range(self, "final", least=0, most=1)
+    final: Fraction = 0.0
 
     def after_warmup(self, update: int, num_updates: int) -> float:
         return 1 + (self.final - 1) * update / num_updates
@@ -99,11 +93,7 @@ class Linear(Schedule):
 class Cosine(Schedule):
     """Cosine annealing of the factor from 1 to `final` (Loshchilov and Hutter, SGDR, 2017), without restarts."""
 
-    final: float = 0.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_range(self, "final", least=0, most=1)
+    final: Fraction = 0.0
 
     def after_warmup(self, update: int, num_updates: int) -> float:
         return self.final + (1 - self.final) * (1 + math.cos(math.pi * update / num_updates)) / 2
@@ -117,15 +107,9 @@ class OneCycle(Schedule):
     `optimizer.lr` is the maximum learning rate; `rise` is the fraction of the updates before it is reached.
     """
 
-    rise: float = 0.3
-    start_div: float = 25.0
-    final_div: float = 1e4
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_range(self, "rise", above=0, most=0.99)
-        check_range(self, "start_div", least=1, most=1e12)
-        check_range(self, "final_div", least=1, most=1e12)
+    rise: Annotated[float, Range(above=0, most=0.99)] = 0.3
+    start_div: Annotated[float, Range(least=1, most=1e12)] = 25.0
+    final_div: Annotated[float, Range(least=1, most=1e12)] = 1e4
 
     def after_warmup(self, update: int, num_updates: int) -> float:
         start = 1 / self.start_div
@@ -140,11 +124,9 @@ class Step(Schedule):
     """Step decay: the factor is multiplied by `gamma` at each milestone, a fraction of the run after the warm-up."""
 
     milestones: tuple[float, ...] = (0.5, 0.75)
-    gamma: float = 0.1
+    gamma: Annotated[float, Range(above=0, most=1)] = 0.1
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        check_range(self, "gamma", above=0, most=1)
         given, remedy = list(self.milestones), "for example schedule.milestones=[0.5,0.75]"
         valid = given == sorted(given) and all(0 < milestone < 1 for milestone in given)
         why = "they must be fractions of the run between 0 and 1, in increasing order"

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
-from runner.config.errors import check, check_range
+from runner.config.errors import check
+from runner.config.limits import PositiveInt, Range
 from runner.storage.value_checks import check_like
 
 
@@ -20,16 +21,12 @@ class Stop:
     """
 
     metric: str | None = None
-    patience: int | None = None
-    min_delta: float = 0.0
-    target: float | None = None
-    max_time: float | None = None
+    patience: PositiveInt | None = None
+    min_delta: Annotated[float, Range(least=0)] = 0.0
+    target: Annotated[float, Range()] | None = None
+    max_time: Annotated[float, Range(above=0)] | None = None
 
     def __post_init__(self) -> None:
-        check_range(self, "patience", least=1)
-        check_range(self, "min_delta", least=0)
-        check_range(self, "target")
-        check_range(self, "max_time", above=0)
         for key in ("patience", "target"):
             why = "no metric is named that it could be applied to"
             named = self.metric is not None or getattr(self, key) is None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import enum
-import math
 import os
 import re
 import sysconfig
@@ -62,46 +61,6 @@ def check(ok: bool, key: str, got: object, why: str, remedy: str) -> None:
     """Raise `ConfigError(key, got, why, remedy)` unless `ok` is true."""
     if not ok:
         raise ConfigError(key, got, why, remedy)
-
-
-def check_range(
-    component: object,
-    key: str,
-    above: float = -math.inf,
-    least: float = -math.inf,
-    most: float = math.inf,
-    below: float = math.inf,
-) -> None:
-    """Check that the attribute `key` of `component` is None, `auto`, or finite and > above, ≥ least, ≤ most, < below.
-
-    Raises:
-        ConfigError: otherwise.
-    """
-    value = getattr(component, key)
-    if isinstance(value, str):  # of an option that takes no other texts
-        check(value == "auto", key, value, "it is neither auto nor a whole number", "auto, or a number such as 2")
-        return
-    if value is None or (
-        (isinstance(value, int) or math.isfinite(value)) and above < value < below and least <= value <= most
-    ):
-        return
-    bounds = (("> ", above), ("≥ ", least), ("≤ ", most), ("< ", below))
-    wanted = [
-        f"{word}{bound if isinstance(bound, int) else f'{bound:g}'}" for word, bound in bounds if math.isfinite(bound)
-    ]
-    why = f"it must be a finite number {' and '.join(wanted)}".rstrip()
-    raise ConfigError(key, value, why, see_comments(component))
-
-
-def check_choice(component: object, key: str, choices: Iterable[str]) -> None:
-    """Check that the attribute `key` of `component` is one of `choices`.
-
-    Raises:
-        ConfigError: if the attribute has any other value.
-    """
-    value, choices = getattr(component, key), list(choices)
-    if value not in choices:
-        raise ConfigError(key, value, f"it must be one of {', '.join(choices)}", did_you_mean(value, choices))
 
 
 def did_you_mean(word: str, known: Iterable[str], before: str = "") -> str:

@@ -1,4 +1,6 @@
-"""Builds components from YAML nodes: dataclasses, whose fields are their schema, and whose `__post_init__` checks them.
+"""Builds components from YAML nodes: dataclasses, whose fields are their schema.
+
+The type of a field has its limits (see `runner.config.limits`); what involves several fields, `__post_init__` checks.
 
 This module imports neither torch nor Hydra, so that a config error is reported within a second.
 """
@@ -12,17 +14,19 @@ import inspect
 import re
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from enum import EnumMeta
 from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
-from types import UnionType
-from typing import Any, TypeVar, Union, cast, get_args, get_origin
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_origin
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from runner.config.errors import ABSENT, ConfigError, check, did_you_mean, errors_under, see_comments
+from runner.config.limits import Range
 
 Component = TypeVar("Component")
 
@@ -110,7 +114,8 @@ def typed_values(cls: type, node: Mapping[str, Any]) -> dict[str, Any]:
     """Return a dict of the option values of `cls`, from `node` or the defaults, converted to the declared types.
 
     Raises:
-        ConfigError: for an unknown key, a wrong type, a missing value, or an environment variable that is not set.
+        ConfigError: for an unknown key, a wrong type, a value out of range, a missing value, or an environment variable
+            that is not set.
     """
     given, values = checked_values(cls, node), {}
     fields = {field.name: field for field in dataclasses.fields(cls)}
@@ -129,7 +134,7 @@ def checked_values(cls: type, node: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values in `node`, converted to the types of the options of `cls`, but for `${…}` and missing ones.
 
     Raises:
-        ConfigError: for an unknown key, or a value of a wrong type.
+        ConfigError: for an unknown key, or a value of a wrong type or out of range.
     """
     hints, options, values = field_types(cls), option_fields(cls), {}
     for name, value in node.items():
@@ -139,7 +144,9 @@ def checked_values(cls: type, node: Mapping[str, Any]) -> dict[str, Any]:
             is_later = value == "???" or "${" in str(value)
             values[name] = value if is_later else _converted(value, hints[name])
         except (ValueError, OverflowError):
-            raise ConfigError(name, value, f"it must be {_in_words(hints[name])}", see_comments(cls)) from None
+            why, choices = f"it must be {_in_words(hints[name])}", _choices(hints[name])
+            remedy = did_you_mean(value, choices) if choices and isinstance(value, str) else see_comments(cls)
+            raise ConfigError(name, value, why, remedy) from None
     return values
 
 
@@ -159,7 +166,7 @@ def plain_options(component: object, node: Mapping[str, Any]) -> dict[str, Any]:
     return plain
 
 
-_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", type(None): "null"}
+_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", NoneType: "null"}
 _INTEGER = re.compile(r"[-+]?(?:0|[1-9][0-9]*)")
 _FLOAT = re.compile(r"[-+]?(?:(?:0|[1-9][0-9]*)(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|[-+]?\.?inf|\.?nan")
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
@@ -171,44 +178,69 @@ def _converted(value: Any, hint: Any) -> Any:
     Raises:
         ValueError: if it is not clearly meant as one: 016 is no number, and 1.10 no text, as it may have been 1.1.
     """
-    kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-    if type(value) in kinds:
+    origin, items = get_origin(hint) or hint, get_args(hint) or (Any,)
+    if origin in (Union, UnionType):
+        for kind in [kind for kind in items if type(value) in (kind, *get_args(kind)[:1])] or items:
+            with suppress(ValueError):
+                return _converted(value, kind)
+    elif origin is Annotated:
+        found = _converted(value, items[0])
+        if all(found in limits for limits in items[1:] if isinstance(limits, Range)):
+            return found
+    elif origin is Literal:
+        for choice in items:
+            if str(value) == str(choice):
+                return choice
+    elif type(value) is hint:
         return value
-    for kind in kinds:
-        items, origin = get_args(kind) or (Any,), get_origin(kind) or kind
-        if kind is Any or (origin is dict and isinstance(value, dict)):
-            return copy.deepcopy(value)
-        if origin in (list, tuple) and isinstance(value, list | tuple):
-            if items[0] is str and not all(isinstance(item, str) for item in value):  # 1_0 would become the text 10
-                raise ValueError
+    elif hint is Any or (origin is dict and isinstance(value, dict)):
+        return copy.deepcopy(value)
+    elif origin in (list, tuple) and isinstance(value, list | tuple):
+        if items[0] is not str or all(isinstance(item, str) for item in value):  # 1_0 would become the text 10
             return origin(_converted(item, items[0]) for item in value)
-        if kind is bool and (word := str(value).lower()) in (*_TRUE, *_FALSE):
-            return word in _TRUE
-        if kind is Path and isinstance(value, str):
-            return Path(value)
-        if isinstance(kind, EnumMeta) and value in kind.__members__:
-            return kind[value]
-        if kind is str and type(value) is int:
-            return str(value)
-        if kind is int and isinstance(value, str) and _INTEGER.fullmatch(value):
-            return int(value)
-        if kind is float and (type(value) is int or (isinstance(value, str) and _FLOAT.fullmatch(value))):
-            return float(str(value).replace(".inf", "inf").replace(".nan", "nan"))
+    elif hint is bool and (word := str(value).lower()) in (*_TRUE, *_FALSE):
+        return word in _TRUE
+    elif hint is Path and isinstance(value, str):
+        return Path(value)
+    elif isinstance(hint, EnumMeta) and value in hint.__members__:
+        return hint[value]
+    elif hint is str and type(value) is int:
+        return str(value)
+    elif hint is int and isinstance(value, str) and _INTEGER.fullmatch(value):
+        return int(value)
+    elif hint is float and (type(value) is int or (isinstance(value, str) and _FLOAT.fullmatch(value))):
+        return float(str(value).replace(".inf", "inf").replace(".nan", "nan"))
     raise ValueError
 
 
 def _in_words(hint: Any) -> str:
-    if get_origin(hint) is dict:
+    origin, items = get_origin(hint), get_args(hint)
+    if len(choices := _choices(hint)) > 1:
+        return f"one of {', '.join(choices)}"
+    if origin is Annotated:
+        limits = [each for each in items[1:] if isinstance(each, Range)]
+        word = "a finite number" if limits and items[0] is float else _in_words(items[0])
+        return " ".join([word, *filter(None, map(str, limits))])
+    if origin is dict:
         return "a mapping"
-    inner = [_in_words(part) for part in get_args(hint) if part is not ...]
-    if get_origin(hint) in (list, tuple):
+    inner = [_in_words(part) for part in items if part is not ...]
+    if origin in (list, tuple):
         return f"a list whose items are each {inner[0]}"
     return " or ".join(inner) or _WORDS.get(hint, str(hint))
 
 
+def _choices(hint: Any) -> list[str]:
+    """Return all values of the type `hint`, as they are typed; empty if they cannot be listed."""
+    kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    listed = {bool: ("true", "false"), NoneType: ("null",)}
+    values = [get_args(kind) if get_origin(kind) is Literal else listed.get(kind) for kind in kinds]
+    is_choice = all(values) and any(get_origin(kind) is Literal for kind in kinds)
+    return [str(value) for each in values for value in each or ()] if is_choice else []
+
+
 def _resolved(name: str, value: Any, hint: Any) -> Any:
     """Return `value` of the option `name`, which has references, with their values."""
-    why = "its value has a wrong type"  # the error must not have the value, which may be a secret
+    why = "its value has a wrong type, or is out of range"  # the error must not have the value, which may be a secret
     try:
         found: Any = OmegaConf.to_container(OmegaConf.create({name: value}), resolve=True)
         return _converted(found[name], hint)

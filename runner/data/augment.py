@@ -7,12 +7,12 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from runner.batching import MicroBatch
-from runner.config.errors import check_choice, check_range
+from runner.config.limits import Fraction
 from runner.data.base import Batch, Data, LabeledSamples
 from runner.seeds import derive
 
@@ -28,12 +28,8 @@ class Augmented(Data):
     `random_erase` is the probability of erasing a random rectangle after that (Zhong et al., Random Erasing, 2020).
     """
 
-    auto_augment: str = field(default="none", kw_only=True)
-    random_erase: float = field(default=0.0, kw_only=True)
-
-    def __post_init__(self) -> None:
-        check_choice(self, "auto_augment", ("none", "randaugment", "trivialaugment"))
-        check_range(self, "random_erase", least=0, most=1)
+    auto_augment: Literal["none", "randaugment", "trivialaugment"] = field(default="none", kw_only=True)
+    random_erase: Fraction = field(default=0.0, kw_only=True)
 
     def transform(self, mean: Sequence[float]) -> Transform | None:
         """Return the transform, torchvision's, if any; `mean`, of each channel in [0, 1], is the color of erasing."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 
@@ -149,7 +149,7 @@ class Data(ABC):
     """The options of a data set; on resume, `changed` says to `refuse` or to `accept` other samples than before."""
 
     may_change_on_resume: ClassVar[tuple[str, ...]] = ()
-    changed: str = field(default="refuse", kw_only=True)
+    changed: Literal["refuse", "accept"] = field(default="refuse", kw_only=True)
 
     @classmethod
     def untrusted_values(cls, values: dict[str, Any]) -> dict[str, Any]:

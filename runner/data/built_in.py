@@ -6,11 +6,12 @@ import functools
 import importlib.metadata
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 
-from runner.config.errors import check, check_range
+from runner.config.errors import check
+from runner.config.limits import PositiveInt, Range, check_range
 from runner.data.augment import Augmented
 from runner.data.base import Data, Samples, two_splits
 from runner.data.memory import TensorSamples
@@ -24,15 +25,12 @@ class Digits(Augmented):
     Alpaydin and Kaynak, Optical Recognition of Handwritten Digits (UCI, 1998).
     """
 
-    size: int = 28
-    holdout: float = 0.2
+    size: Annotated[int, Range(least=8, most=512)] = 28
+    holdout: Annotated[float, Range(above=0, most=0.9)] = 0.2
     crop: int = 0
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        check_range(self, "size", least=8, most=512)
-        check_range(self, "holdout", above=0, most=0.9)
-        check_range(self, "crop", least=0, most=self.size // 2)
+        check_range(self, "crop", Range(least=0, most=self.size // 2))
 
     def splits(self, saved: Mapping[str, Any]) -> dict[str, Callable[[], Samples]]:
         return two_splits(*self.load(saved.get("image")))
@@ -75,18 +73,14 @@ class Synthetic(Data):
     Each pixel is a hash of its position in the data set. The images are the same on every device and in every run.
     """
 
-    num_samples: int = 1024
-    holdout: int = 128
-    size: int = 128
+    num_samples: PositiveInt = 1024
+    holdout: PositiveInt = 128
+    size: Annotated[int, Range(least=1, most=4096)] = 128
     channels: int = 3
-    num_classes: int = 1000
+    num_classes: Annotated[int, Range(least=1, most=1_000_000)] = 1000
 
     def __post_init__(self) -> None:
-        check_range(self, "num_samples", least=1)
-        check_range(self, "holdout", least=1)
-        check_range(self, "size", least=1, most=4096)
         check(self.channels in (1, 3), "channels", self.channels, "images are grayscale or RGB", "1 or 3")
-        check_range(self, "num_classes", least=1, most=1_000_000)
         images = self.num_samples + self.holdout
         gibibytes = images * self.channels * self.size**2 / 2**30
         why = f"{images} images of this size take {gibibytes:.1f} GiB of memory, and the limit is 4 GiB"

@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Annotated, Any, Literal, NoReturn
 
-from runner.config.errors import ConfigError, check, check_choice, check_range, see_comments
+from runner.config.errors import ConfigError, check, see_comments
+from runner.config.limits import Range
 from runner.config.overrides import text_override
 from runner.data.augment import Augmented
 from runner.data.base import Samples
@@ -36,34 +37,25 @@ class ImageFolder(Augmented):
     may_change_on_resume = ("root", "on_error", "workers", "prefetch", "timeout", "pin_memory")
 
     root: str
-    size: int = 224
-    holdout: float = 0.2
-    augment: str = "crop"
-    crop_area: float = 0.08
-    center: float = 0.875
+    size: Annotated[int, Range(least=1, most=4096)] = 224
+    holdout: Annotated[float, Range(above=0, most=0.9)] = 0.2
+    augment: Literal["none", "flip", "crop"] = "crop"
+    crop_area: Annotated[float, Range(above=0, most=1)] = 0.08
+    center: Annotated[float, Range(above=0, most=1)] = 0.875
     mean: list[float] = field(default_factory=lambda: [0.485, 0.456, 0.406])
     std: list[float] = field(default_factory=lambda: [0.229, 0.224, 0.225])
-    on_error: str = "raise"
-    workers: int | None = None
-    prefetch: int = 2
-    timeout: float = 120
+    on_error: Literal["raise", "skip"] = "raise"
+    workers: Annotated[int, Range(least=0, most=256)] | None = None
+    prefetch: Annotated[int, Range(least=1, most=64)] = 2
+    # Finite: a worker that hangs must not block the run forever.
+    timeout: Annotated[float, Range(least=1, most=86400)] = 120
     pin_memory: bool | None = None
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        check_range(self, "size", least=1, most=4096)
-        check_range(self, "holdout", above=0, most=0.9)
-        check_choice(self, "augment", ("none", "flip", "crop"))
-        check_range(self, "crop_area", above=0, most=1)
-        check_range(self, "center", above=0, most=1)
         for key, least in (("mean", 0.0), ("std", 1e-6)):
             values = getattr(self, key)
             if len(values) != 3 or not all(least <= value <= 1 for value in values):
                 raise ConfigError(key, values, f"it must be three numbers between {least:g} and 1", see_comments(self))
-        check_choice(self, "on_error", ("raise", "skip"))
-        check_range(self, "workers", least=0, most=256)
-        check_range(self, "prefetch", least=1, most=64)
-        check_range(self, "timeout", least=1, most=86400)  # finite: a worker that hangs must not block the run forever
 
     def load(self) -> tuple[Samples, Samples]:
         splits = self._samples(training_and_held_out)

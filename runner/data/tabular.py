@@ -15,11 +15,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 
-from runner.config.errors import ConfigError, check, check_range, did_you_mean, see_comments, shortened
+from runner.config.errors import ConfigError, check, did_you_mean, see_comments, shortened
+from runner.config.limits import Range
 from runner.data.base import Data, RegressionSamples, Samples
 from runner.data.memory import ArraySamples
 from runner.seeds import derive
@@ -59,13 +60,11 @@ class Tabular(Data):
     inputs: tuple[str, ...] = ()
     targets: tuple[str, ...] = ()
     delimiter: str = ","
-    holdout: float = 0.2
+    holdout: Annotated[float, Range(above=0, most=0.9)] = 0.2
     standardize: bool = True
-    num_samples: int = 2000
+    num_samples: Annotated[int, Range(least=2, most=10_000_000)] = 2000
 
     def __post_init__(self) -> None:
-        check_range(self, "holdout", above=0, most=0.9)
-        check_range(self, "num_samples", least=2, most=10_000_000)
         if len(self.delimiter) != 1 or self.delimiter in '"\r\n':
             raise ConfigError("delimiter", self.delimiter, "it must be one character", see_comments(self))
         suffix = Path(self.file or "").suffix.lower()

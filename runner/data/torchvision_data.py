@@ -14,7 +14,8 @@ from typing import Any, ClassVar
 import torch
 import torchvision
 
-from runner.config.errors import ConfigError, check_range
+from runner.config.errors import ConfigError
+from runner.config.limits import Range, check_range
 from runner.data.augment import Augmented
 from runner.data.base import Samples
 from runner.data.memory import TensorSamples
@@ -44,8 +45,7 @@ class Downloadable(Augmented):
     crop: int = 0
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        check_range(self, "crop", least=0, most=self.shape[1] // 2)
+        check_range(self, "crop", Range(least=0, most=self.shape[1] // 2))
 
     @classmethod
     def untrusted_values(cls, values: dict[str, Any]) -> dict[str, Any]:

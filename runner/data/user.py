@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -16,7 +16,8 @@ from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 
 from runner.batching import MicroBatch, SampleOrder
 from runner.config import user_code
-from runner.config.errors import ABSENT, check, check_range, described
+from runner.config.errors import ABSENT, check, described
+from runner.config.limits import Range
 from runner.data.base import Batch, Data, DataError, Samples, shard_bounds
 from runner.data.forms import class_names, is_pair, map_style, single, with_columns_of
 from runner.data.generators import generators_of, seed_all
@@ -39,18 +40,12 @@ class UserData(Data):
     (input, target), or tensors or arrays (inputs, targets).
     """
 
-    holdout: float = 0.2
-    workers: int = 0
-    prefetch: int = 2
-    timeout: float = 120
+    holdout: Annotated[float, Range(above=0, most=0.9)] = 0.2
+    workers: Annotated[int, Range(least=0, most=256)] = 0
+    prefetch: Annotated[int, Range(least=1, most=64)] = 2
+    timeout: Annotated[float, Range(least=1, most=86400)] = 120
 
     may_change_on_resume: ClassVar[tuple[str, ...]] = ("workers", "prefetch", "timeout")
-
-    def __post_init__(self) -> None:
-        check_range(self, "holdout", above=0, most=0.9)
-        check_range(self, "workers", least=0, most=256)
-        check_range(self, "prefetch", least=1, most=64)
-        check_range(self, "timeout", least=1, most=86400)
 
     def load(self) -> tuple[Samples, Samples]:
         given: Any = user_code.find("data")

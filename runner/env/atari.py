@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import gymnasium
 import numpy as np
@@ -12,8 +12,9 @@ import torch
 from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import VectorEnv, VectorWrapper
 
-from runner.config.errors import check, check_choice, check_range
-from runner.env.base import Env
+from runner.config.errors import check, see_comments
+from runner.config.limits import Range
+from runner.env.base import Env, NumFrames
 from runner.env.episodes import MAX_SEED, Replayed, episode_seed
 from runner.system.import_path import is_installed
 
@@ -32,19 +33,16 @@ class Atari(Env):
     """
 
     id: str = "ALE/Breakout-v5"
-    frame_stack: int = 4
-    frame_skip: int = 4
+    frame_stack: NumFrames = 4
+    frame_skip: NumFrames = 4
     grayscale: bool = True
-    image_size: int | None = 84
-    noop_max: int = 30
+    image_size: Annotated[int, Range(least=1, most=1024)] | None = 84
+    noop_max: Annotated[int, Range(least=0, most=1000)] = 30
     fire_reset: bool = True
-    sticky_actions: float = 0.25
+    sticky_actions: Annotated[float, Range(least=0, below=1)] = 0.25
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        check_choice(self, "vectorization", ("auto",))
-        check_range(self, "noop_max", least=0, most=1000)
-        check_range(self, "sticky_actions", least=0, below=1)
+        check(self.vectorization == "auto", "vectorization", self.vectorization, "it must be auto", see_comments(self))
 
     def prepare(self) -> None:
         super().prepare()

@@ -9,9 +9,10 @@ import time
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from runner.config.errors import ConfigError, check, check_choice, check_range
+from runner.config.errors import ConfigError, check
+from runner.config.limits import PositiveInt, Range
 from runner.config.overrides import text_override
 from runner.env import MAX_ENVS, EnvironmentBrokenError
 from runner.system.import_path import is_installed
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 _PACKAGES = {"ALE": "use env=atari (pip install ale-py)", "MinAtar": "pip install minatar"}
 """How to get the environments of a namespace."""
 
-_MAX_FRAMES = 64  # of a stack, which a byte counts, or skipped
+NumFrames = Annotated[int, Range(least=1, most=64)]  # of a stack, which a byte counts, or skipped
 _TRIAL_STEPS, _TRIAL_SECONDS = 200, 0.2  # of the search for draws from global generators
 _MAX_PROCESSES = 128  # thousands of processes would overload a machine before any limit of the system is reached
 
@@ -38,27 +39,17 @@ class Env:
     """
 
     id: str = "CartPole-v1"
-    num_envs: int = 8
-    vectorization: str = "auto"
-    max_episode_steps: int | None = None
-    frame_stack: int = 1
-    frame_skip: int = 1
+    num_envs: Annotated[int, Range(least=1, most=MAX_ENVS)] = 8
+    vectorization: Literal["auto", "sync", "async"] = "auto"
+    max_episode_steps: PositiveInt | None = None
+    frame_stack: NumFrames = 1
+    frame_skip: NumFrames = 1
     grayscale: bool = False
-    image_size: int | None = None
-    channels: str | None = None
+    image_size: Annotated[int, Range(least=1, most=1024)] | None = None
+    channels: Literal["first", "last"] | None = None
     options: dict[str, Any] | None = None
 
     may_change_on_resume: ClassVar[tuple[str, ...]] = ()
-
-    def __post_init__(self) -> None:
-        check_range(self, "num_envs", least=1, most=MAX_ENVS)
-        check_choice(self, "vectorization", ("auto", "sync", "async"))
-        check_range(self, "max_episode_steps", least=1)
-        for key in ("frame_stack", "frame_skip"):
-            check_range(self, key, least=1, most=_MAX_FRAMES)
-        check_range(self, "image_size", least=1, most=1024)
-        if self.channels is not None:
-            check_choice(self, "channels", ("first", "last"))
 
     @property
     def name(self) -> str:

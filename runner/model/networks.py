@@ -6,11 +6,12 @@ import math
 from abc import abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 
-from runner.config.errors import ABSENT, ConfigError, check, check_choice, check_range, did_you_mean, see_comments
+from runner.config.errors import ABSENT, ConfigError, check, did_you_mean, see_comments
+from runner.config.limits import PositiveInt, Range, check_range
 from runner.model.base import Model
 from runner.system import torch_errors
 from runner.system.fake_tensors import build_with_values
@@ -22,21 +23,18 @@ class ConvNet(Model):
     """Convolutions with max pooling, then two linear layers (`runner.models.convnet.ConvNet`)."""
 
     channels: tuple[int, ...] = (20, 20)
-    kernel_size: int = 5
+    kernel_size: Annotated[int, Range(least=1, most=31)] = 5
     padding: int = 0
-    hidden: int = 50
-    dropout: float = 0.0
+    hidden: PositiveInt = 50
+    dropout: Annotated[float, Range(least=0, below=1)] = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if min(self.channels, default=0) < 1:
             why = "there is at least one convolution, and each has at least one output channel"
             raise ConfigError("channels", list(self.channels), why, see_comments(self))
-        check_range(self, "kernel_size", least=1, most=31)
         # Half a kernel keeps the image size; with more, some outputs would depend on nothing but zeros.
-        check_range(self, "padding", least=0, most=self.kernel_size // 2)
-        check_range(self, "hidden", least=1)
-        check_range(self, "dropout", least=0, below=1)
+        check_range(self, "padding", Range(least=0, most=self.kernel_size // 2))
 
     def network(self, shape: tuple[int, ...], num_classes: int) -> torch.nn.Module:
         from runner.models import convnet
@@ -54,16 +52,9 @@ class ConvNet(Model):
 class ResNet(Model):
     """A residual network with torchvision's parameter names (`runner.models.resnet.ResNet`)."""
 
-    depth: int = 50
-    stem: str = "imagenet"
-    norm: str = "batch"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.depth not in (18, 34, 50, 101, 152):
-            raise ConfigError("depth", self.depth, "there is no such residual network", see_comments(self))
-        check_choice(self, "stem", ("imagenet", "cifar"))
-        check_choice(self, "norm", ("batch", "group"))
+    depth: Literal[18, 34, 50, 101, 152] = 50
+    stem: Literal["imagenet", "cifar"] = "imagenet"
+    norm: Literal["batch", "group"] = "batch"
 
     def network(self, shape: tuple[int, ...], num_classes: int) -> torch.nn.Module:
         from runner.models import resnet
@@ -98,7 +89,7 @@ class NatureCNN(Model):
     channels: tuple[int, ...] = (32, 64, 64)
     kernel_sizes: tuple[int, ...] = (8, 4, 3)
     strides: tuple[int, ...] = (4, 2, 1)
-    hidden: int = 512
+    hidden: PositiveInt = 512
     dueling: bool = False
 
     def __post_init__(self) -> None:
@@ -108,7 +99,6 @@ class NatureCNN(Model):
             if min(values, default=0) < 1 or len(values) != len(self.channels):
                 why = "channels, kernel_sizes and strides are as many positive numbers as there are convolutions"
                 raise ConfigError(key, list(values), why, see_comments(self))
-        check_range(self, "hidden", least=1)
 
     def network(self, shape: tuple[int, ...], num_classes: int) -> torch.nn.Module:
         from runner.models import nature_cnn

@@ -5,17 +5,18 @@ from __future__ import annotations
 import logging
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from runner.batching import MicroBatch, Plan
-from runner.config.errors import check, check_choice, check_range
+from runner.config.errors import check
+from runner.config.limits import Range
 from runner.parallel.batch_norm import convert_sync_batch_norm
 from runner.parallel.buffers import named_buffers
 from runner.parallel.compiling import refuse_step
-from runner.parallel.multiprocess import MultiProcess, check_find_unused, finds_unused
+from runner.parallel.multiprocess import MultiProcess, finds_unused
 from runner.parallel.session import Session
 from runner.system import torch_private
 from runner.tracking.metrics import BatchSums
@@ -35,20 +36,13 @@ class DDP(MultiProcess):
 
     description: ClassVar[str] = "DistributedDataParallel"
 
-    bucket_mb: float = 25.0
+    bucket_mb: Annotated[float, Range(above=0, most=10_000)] = 25.0
     static_graph: bool = False
     gradients_as_views: bool = True
-    find_unused: bool | str = "auto"
-    compression: str = "none"
-    powersgd_rank: int = 1
+    find_unused: bool | Literal["auto"] = "auto"
+    compression: Literal["none", "fp16", "bf16", "powersgd"] = "none"
+    powersgd_rank: Annotated[int, Range(least=1, most=1024)] = 1
     sync_batch_norm: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_range(self, "bucket_mb", above=0, most=10_000)
-        check_range(self, "powersgd_rank", least=1, most=1024)
-        check_find_unused(self.find_unused)
-        check_choice(self, "compression", ("none", "fp16", "bf16", "powersgd"))
 
     def divide(self, session: Session) -> Plan:
         refuse_step(session.compile, "the all-reduce of the gradients would be inside the compiled step")

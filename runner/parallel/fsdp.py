@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 import torch
 from torch import nn
@@ -19,7 +19,7 @@ from runner.data.base import copied
 from runner.parallel.batch_norm import convert_sync_batch_norm
 from runner.parallel.collectives import Collectives
 from runner.parallel.compiling import compile_in_place, modules_of_blocks, refuse_step
-from runner.parallel.multiprocess import MultiProcess, check_find_unused, finds_unused
+from runner.parallel.multiprocess import MultiProcess, finds_unused
 from runner.parallel.session import Session
 from runner.system.trees import map_leaves
 from runner.tracking.metrics import BatchSums, MetricSums
@@ -52,11 +52,7 @@ class FSDP(MultiProcess):
 
     reshard_after_forward: bool = True
     offload: bool = False
-    find_unused: bool | str = "auto"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_find_unused(self.find_unused)
+    find_unused: bool | Literal["auto"] = "auto"
 
     def divide(self, session: Session) -> Plan:
         refuse_step(session.compile, "its collectives would be inside the compiled step")

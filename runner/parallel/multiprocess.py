@@ -6,12 +6,13 @@ import logging
 import socket
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 
 from runner.batching import Plan
-from runner.config.errors import ConfigError, check, check_range, did_you_mean, errors_under
+from runner.config.errors import ConfigError, check, errors_under
+from runner.config.limits import Range
 from runner.device import Device
 from runner.parallel.base import Parallel
 from runner.parallel.collectives import ProcessGroup
@@ -26,20 +27,11 @@ log = logging.getLogger(__name__)
 class MultiProcess(Parallel, ABC):
     """The base class of modes with several processes; `conf/parallel/_processes.yaml` explains the options."""
 
-    processes: int | str = "auto"
-    timeout: float = 300.0
-    max_restarts: int = 0
+    processes: Annotated[int, Range(least=1, most=4096)] | Literal["auto"] = "auto"
+    timeout: Annotated[float, Range(least=1, most=86_400)] = 300.0
+    max_restarts: Annotated[int, Range(least=0, most=1000)] = 0
 
     collectives_class: ClassVar[type[ProcessGroup]] = ProcessGroup
-
-    def __post_init__(self) -> None:
-        if isinstance(self.processes, int):
-            check_range(self, "processes", least=1, most=4096)
-        elif self.processes != "auto":
-            why = "it is neither auto nor a whole number"
-            raise ConfigError("processes", self.processes, why, "parallel.processes=2")
-        check_range(self, "timeout", least=1, most=86_400)
-        check_range(self, "max_restarts", least=0, most=1000)
 
     @property
     def in_processes(self) -> bool:
@@ -102,13 +94,6 @@ class MultiProcess(Parallel, ABC):
     def allocate_shared_state(self, session: Session) -> Any:
         """Allocate and return memory that all processes of this machine share; return None if the mode needs none."""
         return None
-
-
-def check_find_unused(choice: bool | str) -> None:
-    """Check the option `find_unused` of a mode: a truth value or auto."""
-    if not isinstance(choice, bool) and choice != "auto":
-        remedy = did_you_mean(choice, ("auto", "true", "false"))
-        raise ConfigError("find_unused", choice, "there is no such choice;", remedy)
 
 
 def finds_unused(choice: bool | str, model: torch.nn.Module) -> bool:

@@ -7,12 +7,13 @@ from collections import defaultdict
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 
 from runner.batching import MicroBatch, Plan
-from runner.config.errors import ConfigError, check, check_choice, check_range
+from runner.config.errors import ConfigError, check
+from runner.config.limits import PositiveInt
 from runner.data.base import copied
 from runner.device import Device
 from runner.optimizer import trainable
@@ -30,7 +31,7 @@ from runner.parallel.pipelining.partition import (
     keep_only,
     supervised,
 )
-from runner.parallel.pipelining.schedules import ONE_STAGE_EACH, SCHEDULES, check_split_backward, num_micro_batches
+from runner.parallel.pipelining.schedules import ONE_STAGE_EACH, ScheduleName, check_split_backward, num_micro_batches
 from runner.parallel.pipelining.timeline import Span, Timeline, bubble, gantt
 from runner.parallel.session import Session
 from runner.storage.state_dict import with_versions
@@ -54,20 +55,14 @@ class Pipeline(Partition, MultiProcess):
 
     description: ClassVar[str] = "pipeline"
 
-    engine: str = "processes"
-    schedule: str = "gpipe"
-    split_size: int | None = None
-    num_micro_batches: int | None = None
-    batch_norm: str = "micro"
+    engine: Literal["processes", "streams"] = "processes"
+    schedule: ScheduleName = "gpipe"
+    split_size: PositiveInt | None = None
+    num_micro_batches: PositiveInt | None = None
+    batch_norm: Literal["micro", "defer"] = "micro"
 
     def __post_init__(self) -> None:
-        check_choice(self, "engine", ("processes", "streams"))
-        check_choice(self, "schedule", SCHEDULES)
-        check_choice(self, "batch_norm", ("micro", "defer"))
-        check_range(self, "split_size", least=1)
-        check_range(self, "num_micro_batches", least=1)
-        Partition.__post_init__(self)
-        MultiProcess.__post_init__(self)
+        super().__post_init__()
         if self.engine == "streams" and self.processes not in ("auto", 1):
             remedy = "leave parallel.processes=auto, or choose parallel.engine=processes"
             raise ConfigError("processes", self.processes, "parallel.engine=streams has one", remedy)

@@ -15,9 +15,9 @@ from contextlib import closing, redirect_stdout
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TextIO
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TextIO
 
-from runner.config.errors import check, check_choice
+from runner.config.errors import check
 from runner.storage.files import json_text, write_text
 from runner.storage.run_directory import free_name
 from runner.tracking.mlflow_tracker import MLflow as MLflow  # where saved configs look for it
@@ -134,10 +134,7 @@ class Wandb(RemoteTracker):
     destinations: ClassVar[tuple[str, ...]] = ("mode",)
 
     project: str = "runner"
-    mode: str = "offline"
-
-    def __post_init__(self) -> None:
-        check_choice(self, "mode", ("offline", "online"))
+    mode: Literal["offline", "online"] = "offline"
 
     def check(self) -> None:
         super().check()

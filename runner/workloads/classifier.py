@@ -6,12 +6,13 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 
 from runner.batching import MicroBatch, Plan
-from runner.config.errors import ConfigError, check, check_range
+from runner.config.errors import ConfigError, check
+from runner.config.limits import Range
 from runner.config.options import chosen_option
 from runner.data.augment import Mixing
 from runner.data.base import Batch, DataError, LabeledSamples, Samples
@@ -34,8 +35,8 @@ class Classifier(CrossEntropyWorkload[LabeledSamples]):
     """The training and evaluation of an image classifier; for options, see `conf/workload/classifier.yaml`."""
 
     balance_classes: bool = False
-    mixup: float = 0.0
-    cutmix: float = 0.0
+    mixup: Annotated[float, Range(least=0, most=1000)] = 0.0
+    cutmix: Annotated[float, Range(least=0, most=1000)] = 0.0
     top5: bool = False
 
     train_metrics: ClassVar[tuple[str, ...]] = ("loss", "accuracy")
@@ -46,8 +47,6 @@ class Classifier(CrossEntropyWorkload[LabeledSamples]):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_range(self, "mixup", least=0, most=1000)
-        check_range(self, "cutmix", least=0, most=1000)
         why, is_set = "workload.class_weights sets the weights already", self.class_weights is not None
         check(not (is_set and self.balance_classes), "balance_classes", True, why, "leave one of the two out")
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 
-from runner.config.errors import check, check_range
+from runner.config.errors import check
+from runner.config.limits import Range
 from runner.workloads.supervised import DataWorkload, S
 
 
@@ -19,12 +21,11 @@ class CrossEntropyWorkload(DataWorkload[S]):
     weights, as torch does, would make the loss of a sample depend on how the batch is divided.
     """
 
-    label_smoothing: float = 0.0
+    label_smoothing: Annotated[float, Range(least=0, below=1)] = 0.0
     class_weights: list[float] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_range(self, "label_smoothing", least=0, below=1)
         self._weights: torch.Tensor | None = None
         if self.class_weights is not None:
             valid = any(self.class_weights) and all(0 <= weight < math.inf for weight in self.class_weights)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from torch.nn import functional
 
-from runner.config.errors import ConfigError, check_choice, check_range
+from runner.config.errors import ConfigError
+from runner.config.limits import Range
 from runner.config.options import chosen_option
 from runner.data.base import RegressionSamples, Samples
 from runner.device import sum_dtype
@@ -28,18 +29,13 @@ class Regression(DataWorkload[RegressionSamples]):
     good as predicting the mean ȳ.
     """
 
-    loss_function: str = "mse"
-    huber_delta: float = 1.0
+    loss_function: Literal["mse", "mae", "huber"] = "mse"
+    huber_delta: Annotated[float, Range(above=0)] = 1.0
 
     train_metrics: ClassVar[tuple[str, ...]] = ("loss", "mae")
     best: ClassVar[tuple[str, str]] = ("loss", "min")
     best_possible: ClassVar[Mapping[str, float]] = {"loss": 0, "mae": 0, "r2": 1}
     named_metrics: ClassVar[Mapping[str, Named]] = OF_NUMBERS
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_choice(self, "loss_function", ("mse", "mae", "huber"))
-        check_range(self, "huber_delta", above=0)
 
     def use(self, train: Samples, held_out: Samples) -> None:
         super().use(train, held_out)

@@ -12,7 +12,8 @@ from typing import Any, ClassVar, Generic, TypeVar
 import torch
 
 from runner.batching import MicroBatch, Plan
-from runner.config.errors import check, check_choice, check_range, did_you_mean, errors_under
+from runner.config.errors import check, did_you_mean, errors_under
+from runner.config.limits import NonNegativeInt, PositiveInt
 from runner.data.base import Batch, Data, Samples
 from runner.model.base import Model
 from runner.storage.signature import check_same_names, check_same_samples
@@ -58,8 +59,8 @@ class DataWorkload(SupervisedWorkload, Generic[S]):
 
     model: Model
     data: Data
-    eval_batch_size: int = 256
-    overfit_batches: int = 0
+    eval_batch_size: PositiveInt = 256
+    overfit_batches: NonNegativeInt = 0
     metrics: tuple[str, ...] = ()
     best_metric: str | None = None
 
@@ -74,8 +75,6 @@ class DataWorkload(SupervisedWorkload, Generic[S]):
         measured = [*self.eval_metrics(), *self.metrics]
         why, remedy = "evaluations do not measure it;", did_you_mean(self.best_metric or "", measured)
         check(self.best_metric in (None, *measured), "best_metric", self.best_metric, why, remedy)
-        check_range(self, "eval_batch_size", least=1)
-        check_range(self, "overfit_batches", least=0)
 
     @abstractmethod
     def usable(self, samples: Samples) -> S:
@@ -110,7 +109,6 @@ class DataWorkload(SupervisedWorkload, Generic[S]):
 
     def prepare(self) -> None:
         with errors_under("data"):
-            check_choice(self.data, "changed", ("refuse", "accept"))
             train, held_out = self.data.load()
         self.use(train, held_out)
 

@@ -8,14 +8,14 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch.nn.functional import cross_entropy, mse_loss
 
 from runner.batching import Plan
 from runner.config import user_code
-from runner.config.errors import ABSENT, ConfigError, check, check_choice, did_you_mean, errors_under
+from runner.config.errors import ABSENT, ConfigError, check, did_you_mean, errors_under
 from runner.data.base import Batch, LabeledSamples, Samples, copied
 from runner.data.memory import ArraySamples
 from runner.data.user import DatasetSamples, UserData
@@ -39,7 +39,7 @@ class UserWorkload(CrossEntropyWorkload[Samples]):
     is averaged if it is not a single number. See `conf/workload/_user.yaml`.
     """
 
-    best_goal: str | None = None
+    best_goal: Literal["min", "max"] | None = None
 
     may_change_on_resume: ClassVar[tuple[str, ...]] = ("eval_batch_size", "metrics", "best_metric", "best_goal")
     named_metrics: ClassVar[Mapping[str, Named]] = OF_CLASSES_OR_NUMBERS
@@ -48,8 +48,6 @@ class UserWorkload(CrossEntropyWorkload[Samples]):
         super().__post_init__()
         self._names = [name for name in self.metrics if name != "loss"]
         check_names("metrics", self._names, self.named_metrics, "classes or of numbers")
-        if self.best_goal is not None:
-            check_choice(self, "best_goal", ("min", "max"))
 
     @classmethod
     def best_for(cls, options: Mapping[str, Any]) -> tuple[str, str]:

@@ -209,7 +209,7 @@ def test_a_job_that_is_killed_is_resumed_and_one_that_is_refused_or_diverges_doe
     code, output = command.wait()
     assert code == 2, output
     assert "was killed by SIGKILL" in output
-    assert "optimizer.weight_decay: got -1.0" in output
+    assert "optimizer.weight_decay: got -1:" in output
     assert "Traceback" not in output
     jobs = json.loads((job.parent / "sweep.json").read_text())["jobs"]
     assert {number: entry["state"] for number, entry in jobs.items()} == {"0": "done", "1": "refused", "2": "diverged"}

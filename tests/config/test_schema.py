@@ -5,7 +5,7 @@ import shutil
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Optional
+from typing import Annotated, Any, ClassVar, Optional
 
 import pytest
 from helpers.command import ROOT, run_program
@@ -13,7 +13,8 @@ from helpers.compose import compose_config
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
-from runner.config.errors import ABSENT, ConfigError, check_range
+from runner.config.errors import ABSENT, ConfigError
+from runner.config.limits import Range
 from runner.config.schema import build
 from runner.run import build_run
 
@@ -35,7 +36,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
     "model.channels=[020,20]": ("model.channels: got ['020', 20]", "list", "whole number"),
     "model.weights=''": ("model.weights: got ''", "not empty"),
     # Out of range
-    "optimizer.lr=0": ("optimizer.lr: got 0.0", "> 0", "≤ 1000"),
+    "optimizer.lr=0": ("optimizer.lr: got 0", "> 0", "≤ 1000"),
     "optimizer.lr=nan": ("optimizer.lr: got nan", "finite"),
     "batch_size=99999999999": ("batch_size: got 99999999999", "≥ 1", "≤ 2147483647"),
     "device.kind=gpu": ("device.kind: got 'gpu'", "auto, cpu, cuda, mps"),
@@ -133,15 +134,12 @@ class Whole(Part):
     """A component with a field of every kind."""
 
     part: Part
-    number: float
+    number: Annotated[float, Range(least=0)]
     numbers: tuple[float, ...] = (1.0,)
     names: list[str] = field(default_factory=list)
     text: str | None = None
     made: int = field(default=3, init=False)
     constant: ClassVar[int] = 4
-
-    def __post_init__(self) -> None:
-        check_range(self, "number", least=0)
 
 
 def whole(**values: Any) -> Part:
@@ -180,7 +178,7 @@ def test_build_refuses_wrong_types_unknown_keys_and_missing_values(values, told)
 @pytest.mark.parametrize("value", ["${oc.env:MINE}", ["${oc.env:MINE}"]])
 def test_an_error_does_not_contain_the_value_of_an_environment_variable(value, monkeypatch):
     monkeypatch.setenv("MINE", "hunter2")
-    with pytest.raises(ConfigError, match="its value has a wrong type") as refusal:
+    with pytest.raises(ConfigError, match="its value has a wrong type, or is out of range") as refusal:
         whole(number=1, numbers=value)
     assert (refusal.value.key, refusal.value.got) == ("whole.numbers", value)
     assert "it must be a list" in refusal.value.remedy

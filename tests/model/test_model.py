@@ -49,9 +49,6 @@ def test_options_are_passed_to_the_network():
 @pytest.mark.cases(
     (ConvNet, {"channels": (20, 0)}, "channels"),
     (QNet, {"hidden": (8, 0)}, "hidden"),
-    (ConvNet, {"dropout": float("nan")}, "dropout"),
-    (ResNet, {"depth": 20}, "depth"),
-    (ResNet, {"norm": "layer"}, "norm"),
     (ConvNet, {"weights": "absent.pt"}, "weights"),
     (ResNet, {"reset_head": True}, "reset_head"),
 )

@@ -103,8 +103,6 @@ def averaged(config: dict[str, Any], equal: torch.Tensor) -> tuple[list[torch.Te
 
 TABLE = [  # overrides, the key and value of the refusal, words in its reason or remedy, and the number of GPUs
     # processes
-    ("parallel=ddp parallel.processes=0", "parallel.processes", "0", ["≥ 1"], 0),
-    ("parallel=ddp parallel.processes=two", "parallel.processes", "two", ["parallel.processes=2"], 0),
     ("parallel=ddp parallel.processes=4", "parallel.processes", "4", ["2 GPUs may be used", "at most 2"], 2),
     # the batch
     ("parallel=ddp parallel.processes=4 batch_size=2", "batch_size", "2", ["batch_size=4"], 0),
@@ -117,7 +115,6 @@ TABLE = [  # overrides, the key and value of the refusal, words in its reason or
     ("parallel=ddp device=cuda device.indices=[0,7]", "device.indices", "[0, 7]", ["0 to 1"], 2),
     # options
     ("parallel=ddp parallel.static_graph=true accumulation=2", "parallel.static_graph", "True", ["accumulation=1"], 0),
-    ("parallel=ddp parallel.compression=zip", "parallel.compression", "zip", ["powersgd"], 0),
 ]
 
 

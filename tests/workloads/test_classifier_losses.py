@@ -161,8 +161,6 @@ def test_top5_accuracy_counts_the_five_largest_outputs():
     (("workload.class_weights=[1,2]",), "workload.class_weights"),
     (("workload.class_weights=[1,-2]",), "workload.class_weights"),
     (("workload.class_weights=[1,2]", "workload.balance_classes=true"), "workload.balance_classes"),
-    (("workload.mixup=-1",), "workload.mixup"),
-    (("workload.cutmix=-0.1",), "workload.cutmix"),
 )
 def test_options_that_do_not_fit_are_refused(overrides, key):
     with pytest.raises(ConfigError) as refusal:

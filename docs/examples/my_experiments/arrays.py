@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import torch
 
-from runner.config.errors import check, check_range
+from runner.config.errors import check
+from runner.config.limits import Range
 from runner.data.base import Data, Samples
 from runner.data.memory import TensorSamples
 
@@ -24,11 +26,8 @@ class Arrays(Data):
     """
 
     file: str
-    holdout: float = 0.2
+    holdout: Annotated[float, Range(above=0, most=0.9)] = 0.2
     flip: bool = False
-
-    def __post_init__(self) -> None:
-        check_range(self, "holdout", above=0, most=0.9)
 
     def load(self) -> tuple[Samples, Samples]:
         path = Path(self.file).expanduser()

@@ -11,7 +11,8 @@ import torch
 from torch.nn.functional import mse_loss
 
 from runner.batching import Plan
-from runner.config.errors import check_range, errors_under
+from runner.config.errors import errors_under
+from runner.config.limits import PositiveInt
 from runner.data.base import Batch, Data
 from runner.model.base import Model
 from runner.tracking.metrics import MetricSums
@@ -30,13 +31,10 @@ class Autoencoder(Workload):
 
     model: Model
     data: Data
-    eval_batch_size: int = 256
+    eval_batch_size: PositiveInt = 256
 
     train_metrics: ClassVar[tuple[str, ...]] = ("loss",)
     best: ClassVar[tuple[str, str]] = ("loss", "min")
-
-    def __post_init__(self) -> None:
-        check_range(self, "eval_batch_size", least=1)
 
     def prepare(self) -> None:
         with errors_under("data"):

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from runner.config.errors import check, check_range
+from runner.config.errors import check
+from runner.config.limits import PositiveInt, Range
 from runner.data.base import Data, Samples
 from runner.data.memory import ArraySamples
 from runner.model.base import Model
@@ -38,12 +39,8 @@ class TextFile(Data):
     """
 
     file: str
-    length: int = 64
-    holdout: float = 0.1
-
-    def __post_init__(self) -> None:
-        check_range(self, "length", least=1)
-        check_range(self, "holdout", above=0, most=0.9)
+    length: PositiveInt = 64
+    holdout: Annotated[float, Range(above=0, most=0.9)] = 0.1
 
     def load(self) -> tuple[Samples, Samples]:
         path = Path(self.file).expanduser()

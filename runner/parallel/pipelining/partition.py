@@ -10,11 +10,12 @@ from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple, cast
+from typing import Annotated, Any, NamedTuple, cast
 
 import torch
 
-from runner.config.errors import ConfigError, check, check_range, did_you_mean
+from runner.config.errors import ConfigError, check, did_you_mean
+from runner.config.limits import Range
 from runner.config.options import chosen_option
 from runner.device import synchronize
 from runner.model.base import copied_module, structure
@@ -40,11 +41,10 @@ class Partition:
     In `cuts`, the name of a layer, such as `layer2`, stands for the first block of the layer.
     """
 
-    stages: int | None = None
+    stages: Annotated[int, Range(least=2, most=4096)] | None = None
     cuts: Any = "auto"  # OmegaConf does not support `str | list`
 
     def __post_init__(self) -> None:
-        check_range(self, "stages", least=2, most=4096)
         if isinstance(self.cuts, list | tuple):  # blocks of a `Sequential` have numbers for names
             self.cuts = [str(name) if type(name) is int else name for name in self.cuts]
         names = self.cuts if isinstance(self.cuts, list | tuple) else []

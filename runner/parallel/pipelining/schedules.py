@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import cast
+from typing import Literal, cast, get_args
 
 import torch
 
 from runner.config.errors import ConfigError, check
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble")
+ScheduleName = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"]
+SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
 """The values of `parallel.schedule`."""
 
 ONE_STAGE_EACH = ("gpipe", "1f1b")

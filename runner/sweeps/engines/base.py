@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
-from runner.config.errors import ConfigError, check, check_choice, check_range
+from runner.config.errors import ConfigError, check
+from runner.config.limits import NonNegativeInt, NumThreads, Range
 from runner.system.import_path import is_installed
 
 
@@ -80,7 +81,6 @@ class Pool(AbstractContextManager["Pool"]):
 MAX_TRIALS = 10_000
 """The maximum number of trials of a search."""
 
-_CHOICES = {"search": ("random", "tpe", "grid"), "goal": ("min", "max"), "prune": ("median", "halving")}
 _ONLY_IN_SEARCH = ("trials", "seeds", "metric", "goal", "prune", "sampler_seed")
 """Options that have no effect without a search."""
 
@@ -89,21 +89,17 @@ _ONLY_IN_SEARCH = ("trials", "seeds", "metric", "goal", "prune", "sampler_seed")
 class Engine(ABC):
     """The options of a sweep, which conf/sweep/_sweep.yaml describes, and the engine that runs its jobs."""
 
-    retries: int = 0
+    retries: Annotated[int, Range(least=0, most=1000)] = 0
     fail_fast: bool = False
-    search: str | None = None
-    trials: int = 20
-    seeds: int = 1
+    search: Literal["random", "tpe", "grid"] | None = None
+    trials: Annotated[int, Range(least=1, most=MAX_TRIALS)] = 20
+    seeds: Annotated[int, Range(least=1, most=100)] = 1
     metric: str | None = None
-    goal: str | None = None
-    prune: str | None = None
-    sampler_seed: int = 0
+    goal: Literal["min", "max"] | None = None
+    prune: Literal["median", "halving"] | None = None
+    sampler_seed: NonNegativeInt = 0
 
     def __post_init__(self) -> None:
-        check_range(self, "retries", least=0, most=1000)
-        for key, choices in _CHOICES.items():
-            if getattr(self, key) is not None:
-                check_choice(self, key, choices)
         if self.search is not None and not is_installed("optuna"):
             remedy = "pip install optuna, or sweep.search=null to run all combinations of listed values"
             raise ConfigError("search", self.search, "it needs Optuna, which is not installed", remedy)
@@ -113,9 +109,6 @@ class Engine(ABC):
         if self.search == "grid" and self.trials != Engine.trials:
             why = "sweep.search=grid tries all combinations"
             raise ConfigError("trials", self.trials, why, "leave it out, or sweep.search=random")
-        check_range(self, "trials", least=1, most=MAX_TRIALS)
-        check_range(self, "seeds", least=1, most=100)
-        check_range(self, "sampler_seed", least=0, most=2**31 - 1)
 
     def prepare(self, *modules: str) -> None:
         """Begin slow preparations for the first job, such as the import of `modules`, which the jobs need."""
@@ -149,13 +142,8 @@ class Resources(NamedTuple):
 class ClusterEngine(Engine):
     """An engine whose jobs may run on other machines. It requests a core for each thread of each process."""
 
-    threads: int = 1
-    gpus: int | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_range(self, "threads", least=1, most=1024)
-        check_range(self, "gpus", least=0, most=1024)
+    threads: NumThreads = 1
+    gpus: Annotated[int, Range(least=0, most=1024)] | None = None
 
     def demand_elsewhere(self, threads: int | None) -> Demand | None:
         why = "this machine does not have the devices of the jobs, so it is not known how many GPUs each needs"

@@ -21,10 +21,11 @@ from multiprocessing import get_context
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess, current_process
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 from runner.config import packed_code
-from runner.config.errors import check, check_range
+from runner.config.errors import check
+from runner.config.limits import NumThreads, Range
 from runner.storage.files import is_locked
 from runner.sweeps.engines.base import Ended, Engine, Job, Pool
 from runner.system.console import CRASHED, STOPPED
@@ -42,13 +43,8 @@ Those that go on hold the locks of their console files.
 class Local(Engine):
     """The engine that runs jobs on this machine; see conf/sweep/local.yaml for the options."""
 
-    slots: int | str = "auto"
-    threads: int | str = "auto"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_range(self, "slots", least=1, most=1024)
-        check_range(self, "threads", least=1, most=1024)
+    slots: Annotated[int, Range(least=1, most=1024)] | Literal["auto"] = "auto"
+    threads: NumThreads | Literal["auto"] = "auto"
 
     def prepare(self, *modules: str) -> None:
         start_server("torch", *modules)

@@ -16,10 +16,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 from urllib.parse import urlsplit
 
-from runner.config.errors import ConfigError, check, check_range
+from runner.config.errors import ConfigError, check
+from runner.config.limits import Range
 from runner.sweeps.engines.base import ClusterEngine, Ended, Job, Pool
 from runner.sweeps.engines.cluster_task import RayTask, import_ray, task
 from runner.system.console import STOPPED
@@ -41,12 +42,8 @@ _SECONDS_TO_KILL = 5.0
 class Ray(ClusterEngine):
     """The engine that runs jobs with Ray; see conf/sweep/ray.yaml for the options."""
 
-    slots: int | str = "auto"
+    slots: Annotated[int, Range(least=1, most=10_000)] | Literal["auto"] = "auto"
     address: str | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_range(self, "slots", least=1, most=10_000)
 
     @contextmanager
     def connect(self, num_jobs: int, path: Path) -> Iterator[Pool]:

@@ -22,9 +22,10 @@ from dataclasses import dataclass, field
 from io import StringIO
 from pathlib import Path
 from shlex import quote
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
-from runner.config.errors import ConfigError, check, check_range, shortened
+from runner.config.errors import ConfigError, check, shortened
+from runner.config.limits import NumThreads, Range, check_range
 from runner.storage.files import read_regular
 from runner.sweeps.engines.base import ClusterEngine, Ended, Job, Pool, Resources
 from runner.sweeps.engines.cluster_task import KILL, STOP, SlurmTask, task
@@ -69,10 +70,10 @@ class SlurmError(Exception):
 class Slurm(ClusterEngine):
     """The engine that runs jobs on a SLURM cluster; see conf/sweep/slurm.yaml for the options."""
 
-    slots: int = 100
-    threads: int = 4
-    mem_gb: float | None = None
-    timeout_min: int = 240
+    slots: Annotated[int, Range(least=1, most=1000)] = 100
+    threads: NumThreads = 4
+    mem_gb: Annotated[float, Range(above=0, most=1e6)] | None = None
+    timeout_min: Annotated[int, Range(least=5, most=10**6)] = 240
     signal_seconds: int = 120
     partition: str | None = None
     account: str | None = None
@@ -83,10 +84,7 @@ class Slurm(ClusterEngine):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_range(self, "slots", least=1, most=1000)
-        check_range(self, "mem_gb", above=0, most=1e6)
-        check_range(self, "timeout_min", least=5, most=10**6)
-        check_range(self, "signal_seconds", least=1, most=self.timeout_min * 30)
+        check_range(self, "signal_seconds", Range(least=1, most=self.timeout_min * 30))
 
     def connect(self, num_jobs: int, path: Path) -> Pool:
         remedy = "pip install submitit, or sweep=local"

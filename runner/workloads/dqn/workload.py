@@ -9,12 +9,13 @@ import time
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 
 from runner.batching import Plan
-from runner.config.errors import ABSENT, ConfigError, check, check_choice, check_range, errors_under
+from runner.config.errors import ABSENT, ConfigError, check, errors_under
+from runner.config.limits import Fraction, PositiveInt, Range
 from runner.env import EnvironmentBrokenError
 from runner.env.base import Env, envs_per_process
 from runner.model.base import Model
@@ -48,29 +49,29 @@ class DQN(Workload):
 
     model: Model
     env: Env
-    env_steps: int = 50_000
+    env_steps: PositiveInt = 50_000
     warm_up: int = 1_000
-    replay_ratio: float = 0.2
-    replay_size: int = 50_000
-    replay_device: str = "learner"
-    discount: float = 0.99
-    n_step: int = 5
+    replay_ratio: Annotated[float, Range(above=0, most=1000)] = 0.2
+    replay_size: PositiveInt = 50_000
+    replay_device: Literal["learner", "cpu"] = "learner"
+    discount: Fraction = 0.99
+    n_step: PositiveInt = 5
     double: bool = True
     clip_targets: bool = True
-    td_loss: str = "huber"
-    huber_delta: float = 1.0
-    target_every: int = 1
-    target_tau: float = 0.01
-    epsilon_start: float = 1.0
-    epsilon_final: float = 0.1
-    epsilon_fraction: float = 0.2
-    epsilon_repeat: int = 1
-    epsilon_repeat_exponent: float = 2.0
+    td_loss: Literal["huber", "mse"] = "huber"
+    huber_delta: Annotated[float, Range(above=0, most=1e6)] = 1.0
+    target_every: PositiveInt = 1
+    target_tau: Annotated[float, Range(above=0, most=1)] = 0.01
+    epsilon_start: Fraction = 1.0
+    epsilon_final: Fraction = 0.1
+    epsilon_fraction: Fraction = 0.2
+    epsilon_repeat: Annotated[int, Range(least=1, most=1000)] = 1
+    epsilon_repeat_exponent: Annotated[float, Range(least=0, most=100)] = 2.0
     normalize: bool = False
     clip_rewards: bool = False
     terminal_on_life_loss: bool = False
-    eval_episodes: int = 100
-    eval_epsilon: float = 0.0
+    eval_episodes: PositiveInt = 100
+    eval_epsilon: Fraction = 0.0
     record_video: bool = False
     save_replay: bool = True
 
@@ -84,18 +85,6 @@ class DQN(Workload):
     )
 
     def __post_init__(self) -> None:
-        for key in ("env_steps", "replay_size", "n_step", "target_every", "eval_episodes"):
-            check_range(self, key, least=1, most=2**31 - 1)
-        check_range(self, "epsilon_repeat", least=1, most=1000)
-        check_range(self, "epsilon_repeat_exponent", least=0, most=100)
-        check_range(self, "replay_ratio", above=0, most=1000)
-        check_range(self, "discount", least=0, most=1)
-        check_range(self, "target_tau", above=0, most=1)
-        check_range(self, "huber_delta", above=0, most=1e6)
-        for key in ("epsilon_start", "epsilon_final", "epsilon_fraction", "eval_epsilon"):
-            check_range(self, key, least=0, most=1)
-        check_choice(self, "replay_device", ("learner", "cpu"))
-        check_choice(self, "td_loss", ("huber", "mse"))
         min_warm_up = self.n_step * self.env.num_envs
         why = f"the first transitions are complete after n_step · env.num_envs = {min_warm_up} steps"
         check(self.warm_up >= min_warm_up, "warm_up", self.warm_up, why, f"use at least workload.warm_up={min_warm_up}")

@@ -44,7 +44,6 @@ def refusal(*overrides: str) -> ConfigError:
         4,
         "parallel.processes=auto",
     ),
-    ("parallel.schedule=2f2b", "schedule", "2f2b", "1f1b"),
     ("parallel.split_size=12", "split_size", 12, "split_size=8 or parallel.split_size=16"),
     ("parallel.engine=streams parallel.processes=2", "processes", 2, "parallel.engine=processes"),
     ("parallel.engine=streams parallel.schedule=1f1b", "schedule", "1f1b", "parallel.schedule=gpipe"),

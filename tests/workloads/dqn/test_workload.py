@@ -401,13 +401,10 @@ REFUSED: dict[str, tuple[str, object, str]] = {
     "env.id=CartPol-v1": ("env.id", "CartPol-v1", "env=cartpole"),
     "env.id=Pendulum-v1": ("env.id", "Pendulum-v1", "env=cartpole"),
     "model=convnet": ("model", "convnet", "model=qnet"),
-    "env.num_envs=0": ("env.num_envs", 0, "conf/env/"),
     "workload.warm_up=1000 env.num_envs=200 env.vectorization=async": ("env.num_envs", 200, "env.vectorization=sync"),
     "workload.replay_size=32": ("workload.replay_size", 32, "workload.replay_size=128"),
     "workload.warm_up=79 env.num_envs=16": ("workload.warm_up", 79, "workload.warm_up=80"),
     "workload.env_steps=1001": ("workload.env_steps", 1001, "workload.env_steps=1005"),
-    "workload.td_loss=hubert": ("workload.td_loss", "hubert", "did you mean huber?"),
-    "workload.huber_delta=0": ("workload.huber_delta", 0.0, "conf/workload/dqn.yaml"),
     "model.hidden=[64,0]": ("model.hidden", [64, 0], "conf/model/qnet.yaml"),
     "workload.overfit_batches=1": ("workload.overfit_batches", ABSENT, ""),
 }
