@@ -51,11 +51,8 @@ class Tracker:
     def flush(self) -> None:
         """Save everything that was logged, before a checkpoint: a run resumed from it does not log it again."""
 
-    def failed(self) -> None:
-        """Note that the run has crashed or diverged; `close` follows."""
-
-    def close(self, done: bool) -> None:
-        """End the session; `done` is whether the run has reached its last step."""
+    def close(self, status: str) -> None:
+        """End the session with the `status` of the run: `done`, `stopped`, `diverged` or `crashed`."""
 
 
 @dataclass

@@ -46,6 +46,6 @@ class CsvFile(Tracker):
         with storage_errors(self._path):
             os.fsync(self._out.fileno())
 
-    def close(self, done: bool) -> None:
+    def close(self, status: str) -> None:
         with suppress(OSError):  # `scalars` has reported it
             self._out.close()

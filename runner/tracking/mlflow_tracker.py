@@ -55,7 +55,7 @@ class MLflow(RemoteTracker):
             folder.mkdir(parents=True, exist_ok=True)
             artifacts = (folder / "mlflow_artifacts").as_uri()
         self._client: Any = MlflowClient(tracking_uri=self.uri)
-        self._directory, self._first_step, self._status = directory, first_step, "KILLED"
+        self._directory, self._first_step = directory, first_step
         self._points: list[Any] = []
         self._tags: dict[str, str] = {}  # by name
         self._has_left_out = False
@@ -164,11 +164,9 @@ class MLflow(RemoteTracker):
             name = f"{name[: _MAX_NAME - 9]}-{sha256(tag.encode()).hexdigest()[:8]}"
         return name
 
-    def failed(self) -> None:
-        self._status = "FAILED"
-
-    def close(self, done: bool) -> None:
-        self._client.set_terminated(self._run, "FINISHED" if done else self._status)
+    def close(self, status: str) -> None:
+        ends = {"done": "FINISHED", "stopped": "KILLED"}
+        self._client.set_terminated(self._run, ends.get(status, "FAILED"))
 
 
 def _is_location(key: str) -> bool:

@@ -33,14 +33,13 @@ class Recorder:
         with ExitStack() as opened:  # if one cannot be opened, those before it are closed
             for backend in self._backends:
                 backend.open(self._directory, self._first_step)
-                opened.callback(lambda backend=backend: backend.close(self._status == "done"))
+                opened.callback(lambda backend=backend: backend.close(self._status))
             self._opened = opened.pop_all()
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if self._status == "diverged" or isinstance(error, Exception):
-            for backend in self._backends:
-                backend.failed()
+        if isinstance(error, Exception):
+            self._status = "crashed"
         self._opened.close()  # all of them, even if one raises an error
 
     def scalars(self, values: dict[str, Any], step: int) -> None:

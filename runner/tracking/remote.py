@@ -96,7 +96,7 @@ class Background(Tracker):
 
     def open(self, directory: Path, first_step: int) -> None:
         self._calls: queue.Queue[Callable[[], None] | None] = queue.Queue(MAX_WAITING)
-        self._failed = self._done = self._run_failed = False
+        self._failed, self._status = False, "stopped"
         self._behind: threading.Event | None = None  # set when the calls before a flush are made, if they were late
         self._thread = threading.Thread(target=self._track, args=[directory, first_step], name="tracking", daemon=True)
         self._thread.start()
@@ -136,11 +136,8 @@ class Background(Tracker):
         self._tracker.flush()
         flushed.set()
 
-    def failed(self) -> None:
-        self._run_failed = True
-
-    def close(self, done: bool) -> None:
-        self._done, deadline = done, time.monotonic() + self.patience
+    def close(self, status: str) -> None:
+        self._status, deadline = status, time.monotonic() + self.patience
         if self._thread.is_alive():
             with suppress(queue.Full):
                 self._calls.put(None, timeout=self.patience)
@@ -168,9 +165,7 @@ class Background(Tracker):
                         self._tracker.send()
                 self._tracker.send()
             finally:  # or the backend would show a run that goes on
-                if self._run_failed:
-                    self._tracker.failed()
-                self._tracker.close(self._done)
+                self._tracker.close(self._status)
         except Exception as error:  # of any type: it comes from another package, its network or its disk
             self._fail(f"{type(error).__name__}: {error}")
 

@@ -118,7 +118,7 @@ class Trackio(RemoteTracker):
             self._run.finish()  # the only way to wait until it has saved everything
             self._run = self._trackio.init(**self._options)
 
-    def close(self, done: bool) -> None:
+    def close(self, status: str) -> None:
         with _prints_go_to(sys.stderr):
             self._run.finish()
 
@@ -203,5 +203,5 @@ class Wandb(RemoteTracker):
     def hyperparameters(self, config: dict[str, float | str | bool], typed: dict[str, float | str | bool]) -> None:
         self._run.config.update(config, allow_val_change=True)
 
-    def close(self, done: bool) -> None:
-        self._run.finish(exit_code=0 if done else 1)
+    def close(self, status: str) -> None:
+        self._run.finish(exit_code=0 if status == "done" else 1)

@@ -62,11 +62,11 @@ class TensorBoard(Tracker):
     def flush(self) -> None:
         self._file.sync()
 
-    def close(self, done: bool) -> None:
+    def close(self, status: str) -> None:
         from torch.utils.tensorboard.summary import hparams
 
         try:
-            if done:
+            if status == "done":
                 self._file.add(hparams({}, {})[2])  # marks the row of the HPARAMS tab as successful
         finally:
             self._file.close()

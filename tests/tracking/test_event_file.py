@@ -63,7 +63,7 @@ def session(directory: Path, steps: range, lr: float, eval_every: int = 3) -> No
         for step in steps:
             tracker.scalars({"a": lr * step} | ({"b": lr} if step % eval_every == 0 else {}), step)
     finally:
-        tracker.close(done=False)
+        tracker.close("stopped")
 
 
 SET_BACK = {
@@ -185,7 +185,7 @@ def test_an_animation_that_cannot_be_written_raises_a_storage_error(tmp_path):
     with pytest.raises(StorageError) as caught:
         tracker.images({"eval/episode": torch.zeros(2, 3, 4, 4, dtype=torch.uint8)}, 2)
     assert (caught.value.path, caught.value.why) == (tmp_path / "episode.gif", "Is a directory")
-    tracker.close(done=False)
+    tracker.close("stopped")
 
 
 @pytest.mark.parametrize("digits", ["9" * 235, "9" * 19, "٣" * 10])

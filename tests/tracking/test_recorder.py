@@ -194,7 +194,7 @@ def test_the_recorder_passes_everything_to_the_tracker(tmp_path):
         ("texts", {"c": "d"}, 4),
         ("hyperparameters", {"e": "Class", "e.f": 1, "h": "[1,2]"}, {"e": "class", "e.f": 1, "h": "[1,2]"}),
         ("flush",),
-        ("close", True),
+        ("close", "done"),
     ]
     assert type(tracker.calls[1][1]["a"]) is float
 
@@ -215,7 +215,7 @@ def test_secrets_are_masked_and_invalid_utf8_is_escaped_for_the_tracker(tmp_path
     board.open(tmp_path, 1)
     for name, *arguments in tracker.calls[1:3]:
         getattr(board, name)(*arguments)
-    board.close(done=True)
+    board.close("done")
 
 
 def test_nothing_is_written_on_ranks_other_than_0(tmp_path):

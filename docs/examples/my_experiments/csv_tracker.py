@@ -35,7 +35,7 @@ class CsvTracker(Tracker):
     def scalars(self, values: dict[str, float], step: int) -> None:
         self._write([[step, tag, value] for tag, value in values.items()])
 
-    def close(self, done: bool) -> None:
+    def close(self, status: str) -> None:
         self._out.close()
 
     def _write(self, rows: list[list]) -> None:
