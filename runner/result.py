@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,9 @@ from runner.system.console import CRASHED, DIVERGED, DONE, STOPPED
 
 EXIT_CODES = {"done": DONE, "crashed": CRASHED, "diverged": DIVERGED, "stopped": STOPPED}
 """The exit code for each status of a result."""
+
+MEASURED = {"time/samples_per_second": "max", "time/step_seconds": "min", "time/tflops": "max", "memory/peak": "min"}
+"""What a result has besides its metrics, by TensorBoard tag, and whether large or small values of it are better."""
 
 
 @dataclass
@@ -73,6 +77,13 @@ class Result:
         """Return the result as plain values, for JSON, without `directory` and `cause`; None for what is not finite."""
         metrics = {tag: value if math.isfinite(value) else None for tag, value in self.metrics.items()}
         return {each.name: getattr(self, each.name) for each in fields(self) if each.init} | {"metrics": metrics}
+
+
+def measured(result: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the metrics in the content of a `result.json`, and what is `MEASURED` over the whole session, by tag."""
+    step_seconds = result.get("step_seconds", {}).get("median")
+    numbers = result.get("samples_per_second"), step_seconds, result.get("tflops"), result.get("peak_memory_bytes")
+    return {tag: number for tag, number in zip(MEASURED, numbers, strict=True) if number} | result.get("metrics", {})
 
 
 class CrashedError(Exception):

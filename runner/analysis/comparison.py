@@ -7,20 +7,19 @@ import os
 import re
 import statistics
 import sys
-from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from runner.analysis.metrics import chosen_metrics
 from runner.analysis.output import one_line
 from runner.analysis.saved_runs import MeasuredRun, find_runs_and_sweeps, is_locked, swept_keys
 from runner.analysis.significance import Contrast, contrast, corrected
 from runner.config.errors import ConfigError, check, did_you_mean
 from runner.config.overrides import as_typed, override_key
-from runner.config.schema import load_class
+from runner.result import MEASURED
 from runner.storage.ledger_file import read_ledger
 from runner.system.secrets import printable, redacted
 
@@ -29,7 +28,6 @@ BEST, LAST, STEPS, SECONDS, STEP_SECONDS, RATE = MEASURES = (
     *("steps", "seconds", "step_seconds", "samples_per_second"),
 )
 
-_LOWER_IS_BETTER = re.compile(r"loss|err|mae|mse|perplexity|seconds|time|memory", re.IGNORECASE)
 _REASONS = {"killed": "it was killed: it has no result", "damaged": "its result.json is damaged"}
 
 
@@ -59,7 +57,7 @@ class Row:
     """Runs that are done and differ only in their seed.
 
     `values` are those of the keys in which the compared runs differ, by dotted key; `measures`, by the names in
-    `MEASURES`, have the spread over the runs that have them.
+    `MEASURES` or the tags of several metrics, have the spread over the runs that have them.
     """
 
     values: dict[str, Any]
@@ -101,27 +99,36 @@ class Comparison:
 
     Args:
         paths: directories that are, or contain at any depth, runs and sweeps.
-        metric: the TensorBoard tag of the metric to compare, or its last part, of which `eval/` is preferred; None for
-            the metric by which most runs choose the best checkpoint, or else any.
+        metric: the TensorBoard tag of the metric to compare, or its last part, of which `eval/` is preferred; or
+            several with commas between them; None for those of the sweeps, if they all name the same, or for the metric
+            by which most runs choose the best checkpoint, or else any.
         against: the row with which the others are compared: some of its options, as `KEY=VALUE,KEY=VALUE`, or the
             directory of one of its runs; None for the best one of those with several seeds.
+        goal: whether `min` or `max` of each metric is better, with commas between them; None: what the sweeps name or
+            `runner.analysis.metrics.direction` returns.
 
     Attributes:
         runs: all runs, whether they are done or not.
         keys: the config keys in which any of the runs differ (see `swept_keys`).
-        metric: the tag of the metric; empty if no run that is done has any metric.
-        meant: a line that says which tag was taken for the last part of one; otherwise empty.
-        direction: `max` if larger values of the metric are better, otherwise `min`.
+        metrics: for the tag of each metric, `max` if its larger values are better, otherwise `min`.
+        metric: the tag of the first metric; empty if no run that is done has any metric.
+        meant: for each metric that was named by its last part, a line that says which tag was taken.
         measures: the measures that at least one row has.
-        rows: the rows of the runs that are done, sorted by `quality`: the best or the fastest first.
+        rows: the rows of the runs that are done, sorted by `quality`: the best or the fastest first; those on the front
+            before all others.
+        front: of several metrics the Pareto front: the rows to which no other row is equal or better in each metric,
+            and better in one. Rows with fewer seeds than others, or of which a run lacks a metric, are not on it.
         failures: all other runs, and the jobs that have no run directory, sorted by name.
         ledgers: the ledgers of the sweeps, by directory.
 
     Raises:
-        ConfigError: if there are no runs, no run that is done has `metric`, or `against` is not one row.
+        ConfigError: if there are no runs, no run that is done has `metric`, `against` is not one row or is given with
+            several metrics, or `goal` is not that of each metric.
     """
 
-    def __init__(self, paths: list[Path], metric: str | None = None, against: str | None = None):
+    def __init__(
+        self, paths: list[Path], metric: str | None = None, against: str | None = None, goal: str | None = None
+    ):
         self.runs, sweeps = find_runs_and_sweeps(paths)
         runs = self.runs
         self.ledgers = {path: ledger for path in sweeps if (ledger := read_ledger(path))}
@@ -142,28 +149,44 @@ class Comparison:
         remedy = "name a run directory, a sweep, or a directory with some below it"
         check(bool(runs or failed), "PATH", " ".join(map(str, paths)), "it contains no run", remedy)
         self.failures = sorted(failed, key=lambda failure: failure.run)
-        self.metric, *others = _matching_metrics(done, metric)
-        more = "".join(f"; for {tag}, type --metric {tag}" for tag in others)
-        self.meant = "" if metric in (None, self.metric) else one_line(f"--metric {metric} is {self.metric}{more}")
-        self.direction = direction(self.metric, done)
+        of_sweeps = {} if metric else self._metrics_of_sweeps(done)
+        self.metrics, self.meant = chosen_metrics(done, metric, of_sweeps, goal)
+        self._ranking = (LAST, BEST) if of_sweeps else (BEST, LAST)
+        self.metric, is_one = next(iter(self.metrics)), len(self.metrics) == 1
+        self._names = [*MEASURES] if is_one else [*self.metrics, *MEASURES[2:]]
+        remedy = f"name one: --metric {self.metric}"
+        check(is_one or against is None, "--against", against, "rows are compared with one by one metric", remedy)
         groups: dict[str, list[MeasuredRun]] = {}
         for run in done:
             groups.setdefault(repr([run.labels.get(key) for key in self.keys]), []).append(run)
         rows = [self._row(group) for group in groups.values()]
-        self.measures = [name for name in MEASURES if any(name in row.measures for row in rows)]
+        self.measures = [name for name in self._names if any(name in row.measures for row in rows)]
         sign = -1 if self.quality != STEP_SECONDS and self.direction == "max" else 1
         worst = Spread(sign * math.inf, math.nan)
-        self.rows = sorted(rows, key=lambda row: sign * row.measures.get(self.quality, worst).mean)
+        rows.sort(key=lambda row: sign * row.measures.get(self.quality, worst).mean)
+        self.front = [] if is_one else self._front(rows)
+        self.rows = [*self.front, *(row for row in rows if row not in self.front)]
         self.against = None if against is None else self._named(against)
 
     @property
     def quality(self) -> str:
-        """The measure by which settings are ranked: `best` or, if no run has it, `last` or `step_seconds`."""
-        return next((name for name in (BEST, LAST) if name in self.measures), STEP_SECONDS)
+        """The measure by which settings are ranked: `best` or, if no run has it, `last` or `step_seconds`; the first of
+        several metrics.
+        """
+        return next((name for name in (*self._ranking, self.metric) if name in self.measures), STEP_SECONDS)
+
+    @property
+    def direction(self) -> str:
+        """`max` if larger values of the first metric are better, otherwise `min`."""
+        return self.metrics[self.metric]
 
     @cached_property
     def reference(self) -> Row | None:
-        """The row with which the others are compared; None if there is none with two seeds or more."""
+        """The row with which the others are compared; None if there is none with two seeds or more, or with several
+        metrics, which have no best row.
+        """
+        if len(self.metrics) > 1:
+            return None
         return self.against or next((row for row in self.rows if len(self._by_seed(row)) > 1), None)
 
     @cached_property
@@ -196,21 +219,44 @@ class Comparison:
         why = f"{len(found)} rows have these options;" if found else "no row with runs that are done has these options;"
         raise ConfigError("--against", name, why, did_you_mean(name, rows))
 
+    def _metrics_of_sweeps(self, done: list[MeasuredRun]) -> dict[str, str]:
+        """Return the `min` or `max` of the metrics that all sweeps name and runs have; empty if sweeps name others."""
+        first, *others = [ledger.get("metrics", {}) for ledger in self.ledgers.values()] or [{}]
+        known = {tag for run in done for tag in run.metrics}
+        named = {tag: goal for tag, goal in first.items() if tag in known and goal in ("min", "max")}
+        return named if all(each == first for each in others) else {}
+
+    def _front(self, rows: list[Row]) -> list[Row]:
+        import numpy
+
+        complete = [row for row in rows if all(self.metrics.keys() <= self.measured(run).keys() for run in row.runs)]
+        most = max((row.seeds for row in complete), default=0)
+        complete = [row for row in complete if row.seeds == most]
+        self.num_comparable = len(complete)
+        signs = [-1 if goal == "max" else 1 for goal in self.metrics.values()]
+        means = [[row.measures[tag].mean for tag in self.metrics] for row in complete]
+        points = numpy.reshape(means, (-1, len(signs))) * signs
+        is_beaten = [((points <= each).all(1) & (points < each).any(1)).any() for each in points]
+        return [row for row, beaten in zip(complete, is_beaten, strict=True) if not beaten]
+
     def measured(self, run: MeasuredRun) -> dict[str, float]:
         """Return the measures of a run by name, as far as they are known."""
+        if len(self.metrics) > 1:
+            return {tag: float(run.metrics[tag]) for tag in self.metrics if tag in run.metrics} | run.measures
         best = run.best
         numbers = {BEST: best[1]} if best and best[0] == self.metric else {}
-        if self.metric in run.result["metrics"]:
-            numbers[LAST] = float(run.result["metrics"][self.metric])
+        if self.metric in run.metrics:
+            numbers[LAST] = float(run.metrics[self.metric])
         return numbers | run.measures
 
     def title(self, measure: str) -> str:
         metric = {BEST: f"best {self.metric}", LAST: f"last {self.metric}"}
+        metric |= {tag: tag if tag in MEASURED else f"last {tag}" for tag in self.metrics}
         return one_line((metric | {RATE: "samples/s", STEP_SECONDS: "seconds per step"}).get(measure, measure))
 
     def _row(self, runs: list[MeasuredRun]) -> Row:
         measured = [self.measured(run) for run in runs]
-        names = [name for name in MEASURES if any(name in each for each in measured)]
+        names = [name for name in self._names if any(name in each for each in measured)]
         spreads = {name: Spread.of(each[name] for each in measured if name in each) for name in names}
         return Row(self._values(runs[0].labels), runs, spreads)
 
@@ -244,26 +290,6 @@ class Comparison:
         return one_line(redacted(os.path.relpath(path.absolute(), self._base)))
 
 
-def direction(metric: str, runs: Iterable[MeasuredRun]) -> str:
-    """Return `max` if larger values of the metric with this TensorBoard tag are better, otherwise `min`.
-
-    A run that selects its best checkpoint by `metric` tells it: by a best value that differs from the last one, or by
-    the class of its workload. Otherwise, the name of the metric does.
-    """
-    selected = [(run, run.best[1]) for run in runs if run.best and run.best[0] == metric]
-    for run, best in selected:
-        if (last := run.result["metrics"].get(metric, best)) != best:
-            return "max" if best > last else "min"
-    with suppress(Exception):  # the package of the workload may raise anything
-        from runner.workloads.base import Workload
-
-        options = selected[0][0].config["workload"]
-        name, best_is = load_class(options["_target_"], Workload).best_for(options)
-        if metric == f"eval/{name}":
-            return best_is
-    return "min" if _LOWER_IS_BETTER.search(metric.rpartition("/")[2]) else "max"
-
-
 def _whole(reason: str) -> str:
     return one_line(redacted(reason), sys.maxsize)
 
@@ -271,18 +297,3 @@ def _whole(reason: str) -> str:
 def _seed(run: MeasuredRun) -> str:
     """Return the seed of a run. Repeats with one seed are not independent of each other."""
     return repr(run.labels.get("seed"))
-
-
-def _matching_metrics(runs: list[MeasuredRun], name: str | None) -> list[str]:
-    """Return the tag of the metric `name`, and the other tags that it may mean; see `Comparison`."""
-    best = Counter(run.best[0] for run in runs if run.best)
-    tags = sorted({*best, *(tag for run in runs for tag in run.result["metrics"])})
-    tags.sort(key=lambda tag: tag[:5] != "eval/")
-    if name is None:
-        tags.sort(key=lambda tag: -best[tag])
-        return [next(iter(tags), "")]
-    if name in tags:
-        return [name]
-    if found := [tag for tag in tags if tag.rpartition("/")[2] == name]:
-        return found
-    raise ConfigError("--metric", name, "no run that is done has this metric;", did_you_mean(name, tags))

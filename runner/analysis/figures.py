@@ -14,14 +14,14 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from pandas import Categorical, DataFrame, concat
 
-from runner.analysis.comparison import BEST, LAST, RATE, STEP_SECONDS, Comparison, Row
+from runner.analysis.comparison import RATE, STEP_SECONDS, Comparison, Row
 from runner.analysis.saved_runs import is_number
 from runner.config.errors import shortened
 from runner.config.overrides import as_typed
 from runner.system.secrets import printable
 from runner.tracking.event_file import EventReader
 
-NAMES = ("modes", "modes_and_pipeline", "split_size", "sweep", "heat_map", "differences", "curves")
+NAMES = ("modes", "modes_and_pipeline", "split_size", "front", "sweep", "heat_map", "differences", "curves")
 """The names of all figures that `pictures` may return."""
 
 COLORS = ("#2f6f9f", "#c8553d", "#5b8c5a", "#8e6c8a", "#b8860b", "#4c4c4c")
@@ -37,9 +37,9 @@ def pictures(compared: Comparison) -> dict[str, Figure]:
     Runs of several parallel modes have the run time of each mode, with and without a pipeline, and of the pipeline for
     each `split_size`. Other runs have the metric over each key and, if there are two, for each pair of values; with
     several seeds, also the difference of each row to the best. If there is no figure over `split_size`, there are
-    learning curves.
+    learning curves. Several metrics have their front; the other figures show the first of them.
     """
-    drawn: dict[str, Figure] = {}
+    drawn: dict[str, Figure] = {"front": _front(compared)} if compared.front else {}
     rows = sorted((row for row in compared.rows if STEP_SECONDS in row.measures), key=lambda row: row.runs[0].directory)
     plain = [row for row in rows if _SPLIT not in row.runs[0].labels]
     by_others = {row.other_values: row for row in sorted(rows, key=_seconds, reverse=True) if row not in plain}
@@ -239,15 +239,39 @@ def _of_sweep(compared: Comparison) -> dict[str, Figure]:
     sizes = [data[name].nunique() for name in names]
     drawn: dict[str, Figure] = {}
     if len(names) == 2 and max(sizes) <= _MAX_CELLS and len(compared.rows) >= 0.75 * math.prod(sizes):
-        is_best_bright = compared.direction == "max" and compared.quality in (BEST, LAST)
+        is_best_bright = compared.direction == "max" and compared.quality != STEP_SECONDS
         drawn["heat_map"], [axes] = _canvas(compared, f"{quality} over two keys", (8, 5))
         cells = data.pivot_table(index=names[0], columns=names[1], values=quality, observed=True)
         seaborn.heatmap(cells, cmap="viridis" if is_best_bright else "viridis_r", annot=True, fmt=".4g", ax=axes)
-    panels = [(name, quality) for name in names if _is_numeric(data[name]) or data[name].nunique() <= _MAX_CELLS]
+    panels = [(name, quality) for name in names if data[name].dtype.kind == "f" or data[name].nunique() <= _MAX_CELLS]
     if len(names) == 1 and compared.quality != STEP_SECONDS and data[_SECONDS].notna().any():
         panels += [(name, _SECONDS) for name, _ in panels]
     drawn |= {"sweep": _over_keys(compared, data, names, panels[:_MAX_PANELS])} if panels else {}
     return drawn | ({"differences": _differences(compared)} if compared.contrasts else {})
+
+
+def _front(compared: Comparison) -> Figure:
+    """Draw the rows over each pair of metrics, with error bars; of two metrics, a line bounds what the front beats."""
+    pairs = [*itertools.combinations(compared.metrics, 2)][:_MAX_PANELS]
+    figure, axes = _canvas(compared, f"Front of {', '.join(compared.metrics)}", (7.0, 5.0), len(pairs))
+    named, more = compared.front[:_MAX_LINES], compared.front[_MAX_LINES:]
+    groups = [(label, color, [row]) for label, color, row in zip(_labels(named), COLORS, named, strict=False)]
+    others = [row for row in compared.rows if row not in compared.front]
+    groups += [("more on the front", "#777777", more), ("not on the front", "#cccccc", others)]
+    for each, (x, y) in zip(axes, pairs, strict=True):
+        for label, color, rows in groups:
+            if found := [(row.measures[x], row.measures[y]) for row in rows if {x, y} <= row.measures.keys()]:
+                (across, width), (up, height) = (zip(*spreads, strict=True) for spreads in zip(*found, strict=True))
+                each.errorbar(across, up, height, width, color=color, fmt="o", capsize=3, label=label)
+        if len(pairs) == 1:
+            ends = sorted((row.measures[x].mean, row.measures[y].mean) for row in compared.front)
+            side = "steps-pre" if compared.metrics[x] == "max" else "steps-post"
+            each.plot(*zip(*ends, strict=True), drawstyle=side, color="#777777", lw=1, zorder=1)
+        better = {tag: "larger" if goal == "max" else "smaller" for tag, goal in compared.metrics.items()}
+        each.set_xlabel(shown(f"{compared.title(x)} ({better[x]} is better)", 60))
+        each.set_ylabel(shown(f"{compared.title(y)} ({better[y]} is better)", 60))
+    figure.legend(*axes[0].get_legend_handles_labels(), frameon=False, fontsize=9, loc="outside lower left")
+    return figure
 
 
 def _differences(compared: Comparison) -> Figure:
@@ -267,10 +291,6 @@ def _differences(compared: Comparison) -> Figure:
     return figure
 
 
-def _is_numeric(values: Any) -> bool:
-    return values.dtype.kind == "f"
-
-
 def _over_keys(compared: Comparison, data: Any, names: list[str], panels: list[tuple[str, str]]) -> Figure:
     """Draw a panel for each pair of a key and a measure: lines with bands over numbers, bars over options."""
     title = f"{panels[0][1]} over {', '.join(dict.fromkeys(name for name, _ in panels))}"
@@ -281,10 +301,10 @@ def _over_keys(compared: Comparison, data: Any, names: list[str], panels: list[t
         if len(names) == 2 and data[other].nunique() <= _MAX_LINES:
             del look["color"]
             values = data[other].unique()  # in the order of the runs
-            numeric = _is_numeric(values)
+            numeric = values.dtype.kind == "f"
             texts = {value: f"{value:.6g}" if numeric else value for value in (sorted(values) if numeric else values)}
             look |= {"hue": data[other].map(texts), "hue_order": list(texts.values()), "palette": COLORS[: len(texts)]}
-        if not _is_numeric(data[name]):
+        if data[name].dtype.kind != "f":
             seaborn.barplot(**look, errorbar="sd", saturation=1, capsize=0.2)
         else:
             if len(names) > 2 and not data[name].duplicated().any():  # a line through single values would be noise

@@ -15,6 +15,7 @@ from runner.config.errors import ConfigError
 from runner.config.options import option_contents, option_name
 from runner.config.overrides import LOCATION_KEYS
 from runner.config.schema import component_fields, load_class
+from runner.result import measured
 from runner.run import WORKLOAD_INPUTS
 from runner.storage.files import UnsafeFileError, check_no_link, walk
 from runner.storage.files import is_locked as is_file_locked
@@ -79,6 +80,11 @@ class MeasuredRun:
         result["step_seconds"] = times if is_measured else {}
         numbers = ("seconds", "samples_per_second", "peak_memory_bytes", "world_size")
         return {key: value for key, value in result.items() if key not in numbers or is_number(value)}
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The last values of the metrics, and what is `MEASURED` over the run, by TensorBoard tag."""
+        return measured(self.result)
 
     @cached_property
     def best(self) -> tuple[str, float] | None:

@@ -7,34 +7,47 @@ import shlex
 from collections import Counter
 from pathlib import Path
 
-from runner.analysis.comparison import Comparison
+from runner.analysis.comparison import Comparison, Row
 from runner.analysis.tables import format_value, text_tables
 from runner.config.errors import ConfigError
 from runner.system.secrets import printable
 
 log = logging.getLogger(__name__)
 
-_MAX_ROWS = 50
+_MAX_ROWS, _MAX_LINES = 50, 10
 
 
 def find_best(path: Path) -> str | None:
     """Return a line with the best combination of the sweep at `path`; None if no finished job has been evaluated.
 
-    Jobs that differ only in their seed are one combination, which is ranked by their mean. A combination with fewer
-    finished seeds than another one does not count.
+    With several metrics, each combination on their front has a line. Jobs that differ only in their seed are one
+    combination, which is ranked by their mean. A combination with fewer finished seeds than another one does not count.
     """
     compared = _compared(path)
     rows = [row for row in compared.rows if compared.quality in row.measures] if compared and compared.metric else []
     if not compared or not rows:
         return None
+    if len(compared.metrics) > 1:
+        lines = [_described(compared, row, "front", [*compared.metrics]) for row in compared.front]
+        return first_lines(lines or [f"no job has a value of each of {', '.join(map(printable, compared.metrics))}"])
     most = max(row.seeds for row in rows)
-    best = next(row for row in rows if row.seeds == most)
-    count = len(best.runs)
-    mean = f"{count} seeds" if count == most else f"{count} runs ({most} seed{'s' * (most > 1)})"
-    line = f"{compared.metric} {best.measures[compared.quality]}" + (f", the mean of {mean}" if count > 1 else "")
-    words = shlex.join(f"{key}={format_value(value)}" for key, value in best.values.items())
-    name = words if count > 1 else best.runs[0].directory.name
-    return printable(f"best {line}: {name}" if name else line)
+    return _described(compared, next(row for row in rows if row.seeds == most), "best", [compared.quality])
+
+
+def _described(compared: Comparison, row: Row, word: str, measures: list[str]) -> str:
+    """Return `word`, these measures of a row, and its options or, of a single run, the name of its directory."""
+    count = len(row.runs)
+    mean = f"{count} seeds" if count == row.seeds else f"{count} runs ({row.seeds} seed{'s' * (row.seeds > 1)})"
+    line = ", ".join(f"{tag} {row.measures[name]}" for tag, name in zip(compared.metrics, measures, strict=True))
+    line += f", the mean of {mean}" if count > 1 else ""
+    words = shlex.join(f"{key}={format_value(value)}" for key, value in row.values.items())
+    name = words if count > 1 else row.runs[0].directory.name
+    return printable(f"{word} {line}: {name}" if name else line)
+
+
+def first_lines(lines: list[str]) -> str:
+    """Return the first lines of a list, and how many there are more."""
+    return "\n".join([*lines[:_MAX_LINES], *([f"… and {len(lines) - _MAX_LINES} more"] * (len(lines) > _MAX_LINES))])
 
 
 def write_summary(path: Path) -> None:
@@ -83,7 +96,7 @@ def _write(path: Path) -> None:
     try:
         tags = dict.fromkeys(tag for run in compared.runs if run.state == "done" for tag in run.result["metrics"])
         ordered = [printable(tag) for start in ("eval/", "train/") for tag in tags if tag.startswith(start)]
-        metrics = [*filter(None, [compared.metric]), *ordered, "time/samples_per_second"]
+        metrics = [*filter(None, compared.metrics), *ordered, "time/samples_per_second"]
         file.add(hparams(examples, dict.fromkeys(metrics), texts)[0])
         file.add(text("sweep/summary", _tables(compared, path)))
     finally:

@@ -11,15 +11,12 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from runner.analysis.comparison import BEST, LAST, RATE, SECONDS, STEPS, Comparison, Failure, Row, Spread
+from runner.analysis.comparison import BEST, LAST, RATE, STEP_SECONDS, STEPS, Comparison, Failure, Row, Spread
 from runner.analysis.output import csv_text, one_line
 from runner.analysis.significance import LEVEL, MAX_SEEDS, POWER, Contrast
 from runner.config.overrides import as_typed
 from runner.system.secrets import printable
 from runner.system.tables import table
-
-COMPARED = (BEST, LAST, STEPS, SECONDS, RATE)
-"""The measures that `runner compare` shows."""
 
 NOT_TOLD = "≈"
 """The mark of a row that cannot be told from the reference."""
@@ -85,7 +82,7 @@ def text_tables(comparison: Comparison, in_one_column: bool = False) -> list[Tex
     The keys of the config have a column each, or only one, `options`, with the keys and values of each row. If rows are
     compared, the table says how they differ from the reference.
     """
-    measures = [name for name in COMPARED if name in comparison.measures]
+    measures = _shown(comparison)
     contrasts, keys = comparison.contrasts, list(map(format_value, comparison.keys))
     titles = [*(["options"] if in_one_column else keys), "runs", *map(comparison.title, measures)]
     verdicts = ["difference", "p", "seeds needed"][: 3 if any(not c.differs for c in contrasts.values()) else 2]
@@ -99,7 +96,8 @@ def text_tables(comparison: Comparison, in_one_column: bool = False) -> list[Tex
             found = _verdict(contrasts[index]) if index in contrasts else reference
             cells += [*found, "", "", ""][: len(verdicts)]
         rows.append(cells)
-    titles += verdicts if contrasts else []
+        cells += ["yes" if row in comparison.front else ""] * bool(comparison.front)
+    titles += verdicts if contrasts else ["front"] * bool(comparison.front)
     failed = [[f.run, f.state, "" if f.step is None else str(f.step), one_line(f.reason)] for f in comparison.failures]
     caption = f"{len(failed)} {'run is' if len(failed) == 1 else 'runs are'} not done"
     tables = TextTable(titles, rows), TextTable(["run", "state", "step", "reason"], failed, caption)
@@ -138,6 +136,11 @@ def _p(p: float) -> str:
 def notes(comparison: Comparison) -> list[str]:
     """Return which metric is meant, and what the differences mean or, with two rows or `against`, each of them."""
     contrasts, rows, found = comparison.contrasts, comparison.rows, list(filter(None, [comparison.meant]))
+    if len(comparison.metrics) > 1:
+        goals = ", ".join(one_line(f"{tag} ({goal})") for tag, goal in comparison.metrics.items())
+        found.append(f"front: no other row is at least as good in each of {goals}, and better in one.")
+        if without := len(rows) - comparison.num_comparable:
+            found.append(f"Rows with fewer seeds, or of which a run lacks a metric, are not on it: {without}.")
     single = sum(row.seeds < 2 for row in rows) if len(rows) > 1 else 0
     if single and single == len(rows):
         found.append(
@@ -181,6 +184,12 @@ def format_value(value: object) -> str:
     return printable(as_typed(value))
 
 
+def _shown(comparison: Comparison) -> list[str]:
+    """Return the measures in the table: without step times, and without the rate if it is one of the metrics."""
+    left_out = (STEP_SECONDS, *([RATE] if "time/samples_per_second" in comparison.metrics else []))
+    return [name for name in comparison.measures if name not in left_out]
+
+
 def _values(comparison: Comparison, row: Row | Failure, absent: str = "") -> list[str]:
     return [format_value(row.values[key]) if key in row.values else absent for key in comparison.keys]
 
@@ -214,7 +223,8 @@ def as_csv(comparison: Comparison) -> str:
     """Return a CSV table with a line for each run that is done, in the order of the rows, and for each failure."""
     measures, keys = comparison.measures, list(map(format_value, comparison.keys))
     titles = [comparison.title(name) if name in (BEST, LAST) else name for name in measures]
-    lines: list[list[Any]] = [[*keys, "seed", *titles, "run", "state", "step", "reason", *_NUMBERS]]
+    front = ["front"] * (len(comparison.metrics) > 1)
+    lines: list[list[Any]] = [[*keys, "seed", *titles, "run", "state", "step", "reason", *_NUMBERS, *front]]
     for index, row in enumerate(comparison.rows):
         contrast = comparison.contrasts.get(index)
         numbers = _numbers(contrast).values() if contrast else [None] * len(_NUMBERS)
@@ -223,9 +233,10 @@ def as_csv(comparison: Comparison) -> str:
             measured, name = comparison.measured(run), comparison.name(run.directory)
             found = [measured.get(measure) for measure in measures]
             seed = run.labels.get("seed")
-            lines.append([*_values(comparison, row), seed, *found, name, "done", "", "", *numbers])
+            is_on = ["yes" if row in comparison.front else "no"][: len(front)]
+            lines.append([*_values(comparison, row), seed, *found, name, "done", "", "", *numbers, *is_on])
     for f in comparison.failures:
-        absent = [None] * len(_NUMBERS)
+        absent = [None] * (len(_NUMBERS) + len(front))
         lines.append([*_values(comparison, f), "", *[""] * len(measures), f.run, f.state, f.step, f.reason, *absent])
     return csv_text(lines)
 
@@ -233,12 +244,13 @@ def as_csv(comparison: Comparison) -> str:
 def as_json(comparison: Comparison) -> str:
     """Return the comparison as JSON text, with all numbers unrounded; those that are not finite are null.
 
-    `keys`, `metric` and `direction` are those of `Comparison`. Each of `rows` has its `values`, the numbers of `runs`
-    and of different `seeds`, the run `directories`, for each measure null or an object with `mean` and `std`, and as
-    its `contrast` null or its difference to the row whose values are `reference` (see `Contrast`). Each of `failures`
-    has the fields of `Failure`; `notes` are the sentences below the table.
+    `keys`, `metric` and `direction` are those of `Comparison`; with several metrics, there are `metrics`, too, whose
+    tags are the keys of their numbers, and each row says whether it is on the `front`. Each of `rows` has its `values`,
+    the numbers of `runs` and of different `seeds`, the run `directories`, for each measure null or an object with
+    `mean` and `std`, and as its `contrast` null or its difference to the row whose values are `reference` (see
+    `Contrast`). Each of `failures` has the fields of `Failure`; `notes` are the sentences below the table.
     """
-    measures = [name for name in COMPARED if name in comparison.measures]
+    measures = _shown(comparison)
     rows = []
     for index, row in enumerate(comparison.rows):
         spreads = {name: row.measures.get(name) for name in measures}
@@ -247,9 +259,11 @@ def as_json(comparison: Comparison) -> str:
         if found := comparison.contrasts.get(index):
             tested = {"test": found.test, "df": found.df, "uncorrected_p": found.p, "differs": found.differs}
             found = _numbers(found) | tested | {"compared_seeds": [len(found.values), len(found.others)]}
+        directories |= {"front": row in comparison.front} if len(comparison.metrics) > 1 else {}
         about = {"values": row.values, "runs": len(row.runs), "seeds": row.seeds, "contrast": found}
         rows.append(about | numbers | directories)
     head = {"keys": comparison.keys, "metric": comparison.metric, "direction": comparison.direction}
+    head |= {"metrics": comparison.metrics} if len(comparison.metrics) > 1 else {}
     head["reference"] = comparison.reference and comparison.reference.values
     content = head | {"rows": rows, "failures": [failure._asdict() for failure in comparison.failures]}
     content["notes"] = notes(comparison)

@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None) -> int:
         flag = f"--{name.lower()}"
         formats.add_argument(flag, dest="format", action="store_const", const=write, help=f"print {name}, not a table")
     options = parser.parsed(arguments)
-    comparison = Comparison(existing(options.paths), options.metric, options.against)
+    comparison = Comparison(existing(options.paths), options.metric, options.against, options.goal)
     if options.format is None:
         console = Console(width=None if sys.stdout.isatty() else 160)
         console.print(terminal(comparison, console.width))
@@ -52,9 +52,10 @@ def existing(texts: Iterable[str]) -> list[Path]:
 
 
 def parser_of_runs(name: str, description: str) -> Parser:
-    """Return the parser of a subcommand that takes directories with runs, and the metric to compare them by."""
+    """Return the parser of a subcommand that takes directories with runs, and the metrics to compare them by."""
     parser = Parser(name, description)
     parser.add_argument("paths", metavar="PATH", nargs="+", help="a directory with runs at any depth below it")
-    metric = "a metric by its TensorBoard tag (default: the one that selects the best)"
-    parser.add_argument("--metric", metavar="NAME", help=metric)
+    metric = "metrics by their TensorBoard tags (default: those of the sweep, or the one that selects the best)"
+    parser.add_argument("--metric", metavar="NAME,…", help=metric)
+    parser.add_argument("--goal", metavar="min|max,…", help="which values of each metric are better")
     return parser

@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None) -> int:
     out = Path(os.path.expanduser(options.out)) if options.out else common / "plots"
     why = "it is not installed, and draws the figures"
     check(is_installed("seaborn"), "seaborn", ABSENT, why, "pip install seaborn")
-    compared, typed = Comparison(paths, options.metric), " ".join(map(str, paths))
+    compared, typed = Comparison(paths, options.metric, goal=options.goal), " ".join(map(str, paths))
     check(bool(compared.rows), "PATH", typed, "none of its runs is done", "see the log.txt of each run")
     try:
         written = _write(compared, out)

@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 LEDGER = "sweep.json"
 MAX_BYTES = 24_000_000
 """The maximum size of a ledger file in bytes: four times that of 10,000 jobs. Memory takes up to 20 times as much."""
-_HEAD = {"typed": [str], "complete": bool, "jobs": {str: dict}, "num_jobs": int, "pid": int}
+_HEAD = {"typed": [str], "complete": bool, "jobs": {str: dict}, "num_jobs": int, "pid": int, "metrics": {str: str}}
 _ENTRY: dict[str, Any] = {
     **dict.fromkeys(("state", "config_hash", "directory", "error", "slot"), str),
     **dict.fromkeys(("started", "seconds"), float),
@@ -36,7 +36,8 @@ def read_ledger(path: Path, typed: list[str] | None = None) -> dict[str, Any]:
     """Return the ledger of the sweep in the directory `path`; empty if there is none, or, with a warning, if damaged.
 
     It has the keys `typed`, `complete` (whether the sweep is complete) and `jobs` (the entry of each job, by its number
-    as a string), and usually `num_jobs` and `pid` (of the scheduler).
+    as a string), and usually `num_jobs` and `pid` (of the scheduler); `metrics`, if some were named, has the `min` or
+    `max` of each by its TensorBoard tag.
 
     Raises:
         ConfigError: if the ledger is damaged, and its overrides are `typed`, those of a sweep to resume.

@@ -61,6 +61,7 @@ class Ledger:
         path: the directory of the sweep.
         jobs: the entry of each job that was started or refused, by number; `runner.storage.ledger_file` has its keys.
         num_jobs: the number of all jobs; 0 until the caller sets it.
+        metrics: the `min` or `max` of the metrics by which the jobs are compared, as far as the caller sets them.
         complete: whether no job has to be run again; the caller resets it when a search continues.
 
     Raises:
@@ -75,6 +76,7 @@ class Ledger:
         self.typed = sorted(printable(text) for text in shown)
         self.jobs: dict[int, dict[str, Any]] = {}
         self.num_jobs, self.complete = 0, False
+        self.metrics: dict[str, str] = {}
         remedy = "resume=auto resumes the unfinished sweep with the same overrides"
         check(resume in ("auto", "never"), "resume", resume, "a sweep cannot be resumed in one run's directory", remedy)
         with ExitStack() as undo:
@@ -137,6 +139,7 @@ class Ledger:
 
     def _write(self) -> None:
         head = {"typed": self.typed, "complete": self.complete, "pid": os.getpid(), "num_jobs": self.num_jobs}
+        head |= {"metrics": self.metrics} if self.metrics else {}
         jobs = ",\n".join(f'"{number}": {json.dumps(job, ensure_ascii=False)}' for number, job in self.jobs.items())
         with storage_errors(self.path / LEDGER):
             write_text(self.path / LEDGER, f'{json.dumps(head, ensure_ascii=False)[:-1]}, "jobs": {{\n{jobs}\n}}}}\n')

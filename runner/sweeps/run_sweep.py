@@ -10,7 +10,7 @@ from itertools import starmap
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from runner.analysis.sweep_summary import find_best, write_summary
+from runner.analysis.sweep_summary import find_best, first_lines, write_summary
 from runner.config.errors import ABSENT, ConfigError, check
 from runner.config.experiment_file import experiment_command, experiment_file
 from runner.config.options import groups_in_defaults
@@ -22,6 +22,7 @@ from runner.storage.files import write_text
 from runner.sweeps.display import Display
 from runner.sweeps.ledger import OPTIONS, Ledger
 from runner.sweeps.misfits import check_one_fits
+from runner.sweeps.objectives import Objective, objectives_of
 from runner.sweeps.scheduler import JobSource, Scheduler
 from runner.sweeps.search_space import Space
 from runner.sweeps.sweep_jobs import Planner, SweepJobs
@@ -61,16 +62,19 @@ def run_sweep(
     planner = Planner(jobs, config_dir)
     check_one_fits(jobs, typed, config_dir)
     root = Path(planner.config["output_root"], "sweeps", planner.config["name"])
-    search = None if engine.search is None else _search(jobs, planner)
+    is_compared = any(each is not None for each in (engine.search, engine.metric, engine.goal))
+    objectives = objectives_of(engine, planner.best) if is_compared else []
+    search = None if engine.search is None else _search(jobs, planner, objectives)
     with StopSweep() as stop, Ledger(typed, root, str(planner.config["resume"]), search is not None) as ledger:
         planner.path = ledger.path
         if search is not None:
             if {CRASHED, REFUSED} & {job.get("code") for job in ledger.jobs.values()}:
                 print("trials that failed are not tried again; a larger sweep.trials adds others", file=sys.stderr)
             search.open(ledger)
-        grid = JobSource(starmap(planner.plan, enumerate(jobs)), len(jobs))
+        grid = JobSource(starmap(planner.plan, enumerate(jobs)), len(jobs), objectives)
         source = grid if search is None else search
         ledger.num_jobs, ledger.complete = len(source), False
+        ledger.metrics = {each.tag: each.goal for each in objectives if engine.metric is not None}
         print(f"{len(source):,} job{'s' * (len(source) != 1)}", file=sys.stderr)
         display = Display(len(source), jobs.swept)
         with engine.connect(len(source), ledger.path) as pool, closing(display):
@@ -81,9 +85,9 @@ def run_sweep(
         found = find_best(ledger.path)
         if search is not None:
             codes += [job["code"] for job in ledger.jobs.values() if job.get("code") in (CRASHED, REFUSED)]
-            if (best := search.best()) is not None:
+            if search.best():
                 codes = [DONE if code == DIVERGED else code for code in codes]  # trials that diverge are results, too
-                _report_best(search, *best, ledger.path, config_dir, jobs.common)
+                _report_best(search, ledger.path, config_dir, jobs.common)
         elif found is not None:
             print(found)
         if found is not None:
@@ -102,48 +106,50 @@ class StopSweep(StopRequest):
         """Print nothing at the first stop signal, because the scheduler prints a message."""
 
 
-def _search(jobs: SweepJobs, planner: Planner) -> Search:
-    from runner.sweeps.search import Objective, Search  # it imports Optuna, which is optional
+def _search(jobs: SweepJobs, planner: Planner, objectives: list[Objective]) -> Search:
+    from runner.sweeps.search import Search  # it imports Optuna, which is optional
 
-    options, (metric, goal) = jobs.engine, planner.best
+    options = jobs.engine
     remedy = "'optimizer.lr=interval(0.01,1)'"
     check(bool(jobs.swept), "sweep.search", options.search, "no key has several values", remedy)
     if options.seeds > 1 and "seed" in jobs.swept:
         raise ConfigError("sweep.seeds", options.seeds, "seed is swept, too", "leave one of them out")
-    tag = options.metric or f"eval/{metric}"
-    if options.goal is None and tag != f"eval/{metric}":
-        why = "it is not known whether larger or smaller values are better"
-        raise ConfigError("sweep.metric", tag, why, "add sweep.goal=min or sweep.goal=max")
     backends = build(planner.config["tracking"], Tracker, "tracking").backends()
     if options.prune and not any(isinstance(backend, TensorBoard) for backend in backends):
         remedy = "tracking=tensorboard, or several: tracking=[tensorboard,csv]"
         raise ConfigError("sweep.prune", options.prune, "it needs the event files of TensorBoard", remedy)
-    objective = Objective(tag, options.goal or goal, best=options.metric is None)
     space = Space(jobs.dimensions, planner.has_key, groups_in_defaults())
     if options.search == "grid" and space.combinations is None:
         why = "a grid needs a list of values for each key"
         raise ConfigError("sweep.search", "grid", why, "list some values, or sweep.search=tpe")
     seed = int(planner.config["seed"]) if options.seeds > 1 else None
-    return Search(space, options, objective, seed, planner.plan)
+    return Search(space, options, objectives, seed, planner.plan)
 
 
-def _report_best(
-    search: Search, overrides: list[str], value: float, path: Path, config_dir: str | None, common: Sequence[str]
-) -> None:
-    """Print the best trial of a search, and write its overrides to an option file with which it can be run again.
+def _report_best(search: Search, path: Path, config_dir: str | None, common: Sequence[str]) -> None:
+    """Print the best trial of a search, or those on the front of several metrics, and write the overrides of each to an
+    option file with which it can be run again.
 
-    `common` are the overrides that say where the runs of the sweep are; the file does not have them.
+    `common` are the overrides that say where the runs of the sweep are; the files do not have them.
     """
     seeds = f", the mean of {search.options.seeds} seeds" if search.options.seeds > 1 else ""
-    best = f"best {search.objective.tag} {value:.4f}{seeds}: {shlex.join(overrides)}"
-    print(best)
-    with suppress(OSError):  # the line above says it, too
-        file = path / OPTIONS / "experiment" / "best.yaml"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        comment = f"The best of {search.num_trials} trials: {best}"
-        write_text(file, experiment_file(overrides, [comment], config_dir))
+    folder, found, several = path / OPTIONS / "experiment", search.best(), len(search.objectives) > 1
+    names = [f"front_{number}" if several else "best" for number in range(1, len(found) + 1)]
+    lines = []
+    for name, (overrides, values) in zip(names, found, strict=True):
+        numbers = (f"{each.tag} {value:.4f}" for each, value in zip(search.objectives, values, strict=True))
+        lines.append(f"{name} {', '.join(numbers)}{seeds}: {shlex.join(overrides)}")
+    print(first_lines(lines))
+    with suppress(OSError):  # the lines above say it, too
+        folder.mkdir(parents=True, exist_ok=True)
+        for old in folder.glob("front_*.yaml"):
+            old.unlink()
+        for name, line, (overrides, _) in zip(names, lines, found, strict=True):
+            comment = f"{'On the front' if several else 'The best'} of {search.num_trials} trials: {line}"
+            write_text(folder / f"{name}.yaml", experiment_file(overrides, [comment], config_dir))
         if given().objects:  # which no command can pass
             return
         where = [text for text in common if override_key(text) == "output_root"]
-        where += [text for text in overrides if typed_files([text])]  # no file chooses code
-        print(" ".join(["run:", experiment_command(str(path / OPTIONS), "best", config_dir), *map(shlex.quote, where)]))
+        where += [text for text in found[0][0] if typed_files([text])]  # no file chooses code
+        command = experiment_command(str(path / OPTIONS), names[0], config_dir)
+        print(" ".join(["run:", command, *map(shlex.quote, where)]))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import os
 import signal
 import time
 from collections import Counter, deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -16,8 +18,11 @@ from runner.storage.run_directory import StorageError, read_result
 from runner.sweeps.display import Display, message
 from runner.sweeps.engines.base import Ended, Engine, Job, Pool
 from runner.sweeps.ledger import SETTLED, Ledger
+from runner.sweeps.objectives import Objective
 from runner.system.console import CRASHED, DONE, INTERRUPTED, REFUSED, STOPPED
 from runner.system.signals import StopRequest
+
+log = logging.getLogger(__name__)
 
 STATES = {code: state for state, code in EXIT_CODES.items()} | {REFUSED: "refused", INTERRUPTED: "stopped"}
 """The state of a job that has ended, for each exit code of its command."""
@@ -28,8 +33,10 @@ _POLL_SECONDS = 0.25
 class JobSource:
     """The jobs of a sweep, `count` in total, in their order. A search overrides what depends on the results."""
 
-    def __init__(self, jobs: Iterator[Job], count: int):
-        self._jobs, self._count = jobs, count
+    def __init__(self, jobs: Iterator[Job], count: int, objectives: Sequence[Objective] = ()):
+        self._jobs, self._count, self.objectives = jobs, count, objectives
+        self._has_measured = False
+        """Whether a job has measured the metrics of the objectives, so that another one may lack some."""
 
     def next(self) -> Job | None:
         """Return the next job; None if there is none, or if the next one depends on the results of running jobs."""
@@ -39,7 +46,18 @@ class JobSource:
         return self._count
 
     def tell(self, number: int, code: int, result: dict[str, Any]) -> None:
-        """Called when job `number` has ended; a search learns from it, and raises a ConfigError if it cannot go on."""
+        """Called when job `number` has ended; raises a ConfigError if the sweep cannot go on."""
+        if code == DONE:
+            self._values(number, result)
+
+    def _values(self, number: int, result: dict[str, Any]) -> list[float]:
+        """Return the values of the objectives of a job that is done; NaN for a metric without a value."""
+        values = [each.value(result, may_lack=self._has_measured) for each in self.objectives]
+        for objective, value in zip(self.objectives, values, strict=True):
+            if math.isnan(value):
+                log.warning("job %d has no value of %s, and counts as worse than the others", number, objective.tag)
+        self._has_measured = True
+        return values
 
     def close(self) -> None:
         """Finish the work of this source, when no job is running anymore."""

@@ -13,20 +13,21 @@ import logging
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import optuna
 from optuna.storages.journal import JournalFileBackend, JournalStorage
 from optuna.trial import TrialState
 
-from runner.config.errors import ConfigError, check, did_you_mean
+from runner.config.errors import ConfigError, check
 from runner.storage.files import read_regular, write_bytes
 from runner.sweeps.engines.base import Engine, Job
 from runner.sweeps.ledger import STUDY, Ledger
+from runner.sweeps.objectives import Objective
 from runner.sweeps.sampling import TPE_OPTIONS, proposed
 from runner.sweeps.scheduler import JobSource
 from runner.sweeps.search_space import Space
@@ -35,27 +36,6 @@ from runner.tracking.event_file import EventReader
 
 _LIMIT_BYTES = 256_000_000
 _REMEDY = "resume=never starts another sweep"
-
-
-class Objective(NamedTuple):
-    """The metric by which a search compares its trials."""
-
-    tag: str  # its TensorBoard tag
-    goal: str  # min or max
-    best: bool  # whether the best values of the jobs are compared, and not their last ones
-
-    def value(self, result: dict[str, Any]) -> float:
-        """Return the value in the result of a job that is done; raise a ConfigError if the job did not measure it.
-
-        It is NaN if the metric was not defined.
-        """
-        measured, best = result.get("metrics", {}), result.get("best") or {}
-        value = best["value"] if self.best and best.get("metric") == self.tag else measured.get(self.tag, "")
-        value = math.nan if value is None else value
-        if not isinstance(value, int | float):
-            why = f"the jobs do not measure it, but {', '.join(sorted(measured)) or 'nothing'};"
-            raise ConfigError("sweep.metric", self.tag, why, did_you_mean(self.tag, measured))
-        return value
 
 
 @dataclass
@@ -67,7 +47,7 @@ class Trial:
     events: list[EventReader]
     num_reported: int  # how many of its evaluations the pruner has seen
     codes: dict[int, int] = field(default_factory=dict)
-    values: list[float] = field(default_factory=list)
+    values: list[list[float]] = field(default_factory=list)  # of each job, for each objective
     is_paused: bool = False
 
 
@@ -77,7 +57,7 @@ class Search(JobSource):
     Args:
         space: the combinations that the search may try.
         options: the options of the sweep.
-        objective: the metric by which trials are compared.
+        objectives: the metrics by which trials are compared.
         seed: the seed of the first job of each trial, from which the others count up; None: it is not set.
         plan: returns the job with a number and overrides.
     """
@@ -86,11 +66,11 @@ class Search(JobSource):
         self,
         space: Space,
         options: Engine,
-        objective: Objective,
+        objectives: Sequence[Objective],
         seed: int | None,
         plan: Callable[[int, list[str]], Job],
     ):
-        self.objective = objective
+        super().__init__(iter(()), 0, objectives)
         self.options, self._space, self._seed, self._plan = options, space, seed, plan
         self._trials: dict[int, Trial] = {}
         self._queue: deque[Job] = deque()
@@ -111,6 +91,7 @@ class Search(JobSource):
         for frozen in self._study.get_trials(deepcopy=False):
             words = frozen.user_attrs.get("overrides", [])  # those of the best one are printed and written
             check(self._space.contains(words), "resume", "auto", f"{ledger.path / STUDY} is damaged", _REMEDY)
+            self._has_measured |= frozen.state == TrialState.COMPLETE
             if not frozen.state.is_finished():  # an earlier command was stopped before its end
                 self._add(optuna.Trial(self._study, frozen._trial_id), frozen.last_step or 0)
 
@@ -139,7 +120,7 @@ class Search(JobSource):
         self._report(trial)
         trial.codes[number] = STOPPED if code == INTERRUPTED else code
         if code == DONE:
-            trial.values.append(self.objective.value(result))
+            trial.values.append(self._values(number, result))
         if len(trial.codes) == self.options.seeds and STOPPED not in trial.codes.values():
             self._finish(trial)
         self._may_promote = True
@@ -157,13 +138,14 @@ class Search(JobSource):
                 self._study.tell(trial.optuna, state=TrialState.PRUNED)
             self._trials.clear()
 
-    def best(self) -> tuple[list[str], float] | None:
-        """Return the overrides, without seeds, and the mean value of the best trial; None if none is done."""
-        try:
-            best = self._study.best_trial
-        except ValueError:
-            return None
-        return best.user_attrs["overrides"], float(best.value or 0.0)
+    def best(self) -> list[tuple[list[str], list[float]]]:
+        """Return the overrides, without seeds, and the mean values of the best trial; with several objectives, of those
+        on the Pareto front, sorted by the first one. The list is empty if none is done.
+        """
+        sign = -1 if self.objectives[0].goal == "max" else 1
+        found = sorted(self._study.best_trials, key=lambda trial: sign * trial.values[0])
+        found = found if len(self.objectives) > 1 else found[:1]
+        return [(trial.user_attrs["overrides"], trial.values) for trial in found]
 
     @property
     def _num_asked(self) -> int:
@@ -183,7 +165,7 @@ class Search(JobSource):
             words = overrides if self._seed is None else [*overrides, f"seed={self._seed + k}"]
             jobs[number] = self._plan(number, words)
         self._queue += jobs.values()
-        events = [EventReader(job.directory, [self.objective.tag], finite=False) for job in jobs.values()]
+        events = [EventReader(job.directory, [self.objectives[0].tag], finite=False) for job in jobs.values()]
         added = self._trials[trial.number] = Trial(trial, jobs, events, num_reported)
         if any(self._ledger.jobs.get(number, {}).get("state") == "pruned" for number in jobs):
             self._pause(added)
@@ -196,7 +178,7 @@ class Search(JobSource):
         """
         if self.options.prune is None or trial.is_paused:
             return
-        curves = [events.read().get(self.objective.tag) for events in trial.events]
+        curves = [events.read().get(self.objectives[0].tag) for events in trial.events]
         values = [[value for _, value in sorted(curve.items())] for curve in curves if curve]
         for evaluated in list(zip(*values, strict=False))[trial.num_reported :]:
             trial.num_reported += 1
@@ -240,8 +222,9 @@ class Search(JobSource):
         """Record the result of a trial in the study, after all jobs of the trial have ended."""
         del self._trials[trial.optuna.number]
         codes = set(trial.codes.values())
-        if codes == {DONE} and math.isfinite(value := statistics.fmean(trial.values)):
-            self._study.tell(trial.optuna, value)
+        means = [statistics.fmean(values) for values in zip(*trial.values, strict=True)]
+        if codes == {DONE} and all(map(math.isfinite, means)):
+            self._study.tell(trial.optuna, means)
         elif codes & {CRASHED, REFUSED}:
             self._study.tell(trial.optuna, state=TrialState.FAIL)
         else:  # it diverged, or has no value: Optuna treats a pruned trial as worse than any value
@@ -267,7 +250,7 @@ class Search(JobSource):
             study = optuna.create_study(
                 storage=JournalStorage(JournalFileBackend(str(path), no_lock)),
                 study_name="sweep",
-                direction="maximize" if self.objective.goal == "max" else "minimize",
+                directions=["maximize" if each.goal == "max" else "minimize" for each in self.objectives],
                 load_if_exists=True,
                 pruner=pruners[options.prune],
             )
@@ -275,7 +258,7 @@ class Search(JobSource):
         except (OSError, ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
             raise ConfigError("resume", "auto", f"{path} is damaged: {error}", _REMEDY) from error
         # The number of a trial determines its combination in a grid, and the number of a job its trial and its seed.
-        described = json.dumps([repr(self._space), self.objective, options.search, options.seeds])
+        described = json.dumps([repr(self._space), *self.objectives, options.search, options.seeds])
         why = f"the study {path} is of a search with another space, metric, sweep.search or sweep.seeds"
         check(known in (None, described), "resume", "auto", why, f"take the change back; {_REMEDY}")
         if known is None:

@@ -93,7 +93,8 @@ class SweepJobs:
         last = _last_of_each_key(found, of_file)
         shared = [each for each in last if any(key.partition(".")[0] in SHARED_KEYS for key in each.keys)]
         for each in shared:
-            check(not each.varies, each.keys[0], ABSENT, "it is the same for all jobs of a sweep", "give it one value")
+            remedy = f"give it one value; a list is in brackets, {each.keys[0]}=[…]"
+            check(not each.varies, each.keys[0], ABSENT, "it is the same for all jobs of a sweep", remedy)
         self.common = [word for each in shared if not is_sweep_option(each.keys[0]) for word in each.choices[0]]
         self.dimensions = [each for each in last if each not in shared]
         if len(self) > MAX_JOBS:

@@ -14,7 +14,8 @@ from helpers.handmade_runs import evaluation_entries, save_ledger, write_run_dir
 from rich.console import Console
 from scipy import stats
 
-from runner.analysis.comparison import LAST, STEPS, Comparison, Spread, direction
+from runner.analysis.comparison import LAST, STEPS, Comparison, Spread
+from runner.analysis.metrics import direction
 from runner.analysis.saved_runs import MeasuredRun, find_runs, labels_of
 from runner.analysis.tables import markdown as as_markdown
 from runner.analysis.tables import terminal

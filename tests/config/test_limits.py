@@ -63,7 +63,7 @@ EXPECTED = {
     "schedule/step.gamma": "a finite number > 0 and ≤ 1",
     "stop/default.patience": "a whole number ≥ 1 and ≤ 2147483647 or null",
     "stop/default.target": "a finite number or null",
-    "sweep/local.goal": "one of min, max, null",
+    "sweep/local.goal": "one of min, max or a list whose items are each one of min, max, null or null",
     "sweep/local.seeds": "a whole number ≥ 1 and ≤ 100",
     "sweep/local.trials": "a whole number ≥ 1 and ≤ 10000",
     "tracking/wandb.mode": "one of offline, online",
@@ -94,7 +94,8 @@ OPTIONS = {f"{name}{key}": (cls, key) for name, cls in components() for key in o
 def outside(hint: Any) -> list[Any]:
     """Return values just outside the limits of a type; empty if it has none."""
     values: list[Any] = []
-    for kind in get_args(hint) if get_origin(hint) in (Union, type(int | None)) else (hint,):
+    kinds = get_args(hint) if get_origin(hint) in (Union, type(int | None)) else (hint,)
+    for kind in kinds:
         if get_origin(kind) is Annotated:
             base, limits = get_args(kind)
             step = 1 if base is int else 1e-12
@@ -103,7 +104,7 @@ def outside(hint: Any) -> list[Any]:
             values += [limits.least - step] if math.isfinite(limits.least) else []
             values += [limits.most + step * max(1, abs(limits.most))] if math.isfinite(limits.most) else []
         elif get_origin(kind) is Literal:
-            values += ["none such", "", [*get_args(kind)]]
+            values += ["none such", ""] if list in map(get_origin, kinds) else ["none such", "", [*get_args(kind)]]
     return values
 
 

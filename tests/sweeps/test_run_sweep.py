@@ -53,6 +53,36 @@ def test_a_search_of_which_a_trial_diverges_prints_a_command_that_reproduces_the
     assert read_result(single)["best"]["value"] == best, "the same run"
 
 
+@pytest.mark.parametrize("kind", [("sweep.search=grid",), ()], ids=["search", "sweep"])
+def test_jobs_compared_by_several_metrics_end_with_their_front(kind, tmp_path):
+    words = [*TINY_CPU, "-m", "optimizer.lr=0.001,0.01,0.1", "steps=3", "output_root=runs", *kind]
+    words += ["sweep.metric=[eval/loss,eval/accuracy]", "sweep.goal=[max,null]"]
+    code, output = run_in_this_process(words, tmp_path)
+    assert code == 0, output
+    [path] = tmp_path.glob("runs/sweeps/classifier/*")
+    points = [
+        tuple(read_result(job)["metrics"][tag] for tag in ("eval/loss", "eval/accuracy")) for job in path.glob("00*")
+    ]
+    front = sorted(
+        (p for p in points if not any(a >= p[0] and b >= p[1] and (a, b) != p for a, b in points)), reverse=True
+    )
+    lines = [line for line in output.splitlines() if line.startswith("front")]
+    assert len(lines) == len(front)
+    assert read_ledger(path)["metrics"] == {"eval/loss": "max", "eval/accuracy": "max"}
+    if not kind:
+        return
+    assert [line.partition(": ")[0] for line in lines] == [
+        f"front_{at} eval/loss {loss:.4f}, eval/accuracy {accuracy:.4f}" for at, (loss, accuracy) in enumerate(front, 1)
+    ]
+    (path / "conf" / "experiment" / "front_9.yaml").touch()
+    assert run_in_this_process([*words, "resume=auto"], tmp_path)[0] == 0
+    files = {file.stem: file.read_text() for file in (path / "conf" / "experiment").iterdir()}
+    assert sorted(files) == [f"front_{at}" for at in range(1, len(front) + 1)], "of today's front alone"
+    assert all(f"  lr: {line.rpartition('optimizer.lr=')[2].split()[0]}\n" in files[line.split()[0]] for line in lines)
+    [command] = [line for line in output.splitlines() if line.startswith("run: python -m runner ")]
+    assert "experiment=front_1" in command
+
+
 def test_a_resumed_search_shows_the_trials_that_failed_before(tmp_path):
     words = [*TINY_CPU, "-m", "batch_size=64,50000", "sweep.search=grid", "steps=2"]
     for more, text in (((), "1 of 2 jobs done, 1 refused"), (("resume=auto",), "a larger sweep.trials adds other")):

@@ -19,8 +19,9 @@ from runner.sweeps.display import Display
 from runner.sweeps.engines.base import Ended, Job
 from runner.sweeps.engines.local import Local
 from runner.sweeps.ledger import STUDY, Ledger, console_file
+from runner.sweeps.objectives import Objective
 from runner.sweeps.scheduler import Scheduler
-from runner.sweeps.search import Objective, Search
+from runner.sweeps.search import Search
 from runner.sweeps.search_space import Dimension, Interval, Space
 from runner.system.signals import StopRequest
 from runner.tracking.event_file import EventFile, points
@@ -82,7 +83,11 @@ class FakeTrainingPool(FakePool):
         directory = self.path / f"{number:03d}"
         directory.mkdir(exist_ok=True)
         best = {"metric": "eval/loss", "value": value, "step": 3}
-        (directory / "result.json").write_text(json.dumps({"status": "done", "steps": 3, "best": best}))
+        result = {"status": "done", "steps": 3, "best": best, "metrics": {"eval/loss": value}, **self.more(number)}
+        (directory / "result.json").write_text(json.dumps(result))
+
+    def more(self, number: int) -> dict[str, Any]:
+        return {}
 
 
 class FakeEvaluatingPool(FakeTrainingPool):
@@ -114,7 +119,7 @@ class FakeEvaluatingPool(FakeTrainingPool):
 
 
 @contextmanager
-def open_search(root: Path, options: Local, what: Space | None = None, objective: Objective = LOSS) -> Iterator[Search]:
+def open_search(root: Path, options: Local, what: Space | None = None, *objectives: Objective) -> Iterator[Search]:
     """Open the search of the unfinished sweep in `root`, or of a new sweep if there is none."""
 
     def plan(number: int, overrides: list[str]) -> Job:
@@ -123,7 +128,7 @@ def open_search(root: Path, options: Local, what: Space | None = None, objective
         about = {"overrides": words, "directory": path / f"{number:03d}", "config_hash": f"{words}"}
         return Job(number, words, console_file(path, number), **about)
 
-    search = Search(what or space(), options, objective, 7 if options.seeds > 1 else None, plan)
+    search = Search(what or space(), options, objectives or [LOSS], 7 if options.seeds > 1 else None, plan)
     with Ledger(["lr=…"], root, "auto", is_search=True) as ledger:
         search.open(ledger)
         yield search
@@ -168,10 +173,9 @@ def test_a_search_finds_better_values_and_returns_the_best(search, slots, tmp_pa
     assert pool.started == list(range(40))
     losses = [loss(pool.overrides[number]) for number in range(40)]
     assert [value for _, _, value in study(source)] == losses
-    best = source.best()
-    assert best is not None
-    assert best[1] == min(losses) == loss(best[0])
-    assert "epochs=2" in best[0]
+    [(best, value)] = source.best()
+    assert value == [min(losses)] == [loss(best)]
+    assert "epochs=2" in best
     for _, params, _ in study(source):
         assert ("optimizer.momentum" in params) == (params["optimizer"] == "optimizer=sgd"), "only sgd has one"
         assert 1e-4 <= params["lr"] <= 1
@@ -187,7 +191,7 @@ def test_a_grid_leaves_out_keys_that_the_chosen_option_does_not_have(tmp_path):
     best = ["optimizer=sgd", "lr=0.1", "optimizer.momentum=0"]
     others = [["optimizer=sgd", "lr=0.1", "optimizer.momentum=0.9"], ["optimizer=adam", "lr=0.1"]]
     assert [*pool.overrides.values()] == [best, *others]
-    assert source.best() == (best, loss(best))
+    assert source.best() == [(best, [loss(best)])]
 
 
 def test_a_key_that_is_typed_with_a_plus_is_added_to_the_config():
@@ -424,12 +428,64 @@ def test_the_study_says_how_its_trials_are_proposed(search, tmp_path):
     }
 
 
-@pytest.mark.parametrize("best", [True, False])
-def test_the_value_is_the_best_or_the_last_one(best):
-    result = {"metrics": {"eval/loss": 3, "lr": "NaN"}, "best": {"metric": "eval/loss", "value": 1.5, "step": 2}}
-    assert Objective("eval/loss", "min", best).value(result) == (1.5 if best else 3.0)
-    assert math.isnan(Objective("eval/f1", "max", best).value({"metrics": {"eval/f1": None}, "best": {}}))
-    for tag, of, why in (("eval/los", result, "but eval/loss, lr;"), ("lr", result, "but"), ("x", {}, "but nothing;")):
-        with pytest.raises(ConfigError, match=why) as refused:
-            Objective(tag, "min", best).value(of)
-        assert (refused.value.key, refused.value.got) == ("sweep.metric", tag)
+TWO = (Objective("eval/loss", "min", best=False), Objective("time/samples_per_second", "max", best=False))
+
+
+def rate(overrides: list[str]) -> float:
+    """Return a throughput that grows with the learning rate, against the loss above 0.03, and with the width."""
+    return 100 * float(values(overrides)["lr"]) + float(values(overrides)["width"]) // 2
+
+
+class FakeTimedPool(FakeTrainingPool):
+    """A fake pool in which the jobs also have a throughput; that of job 2 was not measured."""
+
+    def more(self, number: int) -> dict[str, Any]:
+        return {"samples_per_second": rate(self.overrides[number]) if number != 2 else 0}
+
+
+@pytest.mark.parametrize(("search", "slots"), [("tpe", 3), ("random", 1)])
+def test_a_search_by_several_metrics_returns_the_trials_that_no_other_beats(search, slots, tmp_path, caplog):
+    options, points = Local(search=search, trials=9), {}
+    for trials in (9, 25):  # the search goes on
+        options = Local(search=search, trials=trials)
+        with open_search(tmp_path, options, None, *TWO) as source:
+            pool = FakeTimedPool(source._ledger.path, slots)
+            assert run(source, pool, options) == [0] * len(pool.started)
+        points |= {number: (loss(words), -rate(words)) for number, words in pool.overrides.items()}
+    assert [*points] == [*range(25)]
+    del points[2]
+    assert "job 2 has no value of time/samples_per_second" in caplog.text
+    assert study_states(source) == ["COMPLETE"] * 2 + ["PRUNED"] + ["COMPLETE"] * 22
+    front = {
+        number
+        for number, (x, y) in points.items()
+        if not any(a <= x and b <= y and (a < x or b < y) for a, b in points.values())
+    }
+    assert {trial.number for trial in source._study.best_trials} == front
+    assert 1 < len(front) < 24
+    found = source.best()
+    assert [(low, -high) for _, (low, high) in found] == sorted(points[number] for number in front)
+    assert all((loss(words), rate(words)) == tuple(both) for words, both in found)
+    with pytest.raises(ConfigError, match="another space"), open_search(tmp_path, options, None, *TWO[::-1]):
+        pass
+
+
+def study_states(source: Search) -> list[str]:
+    return [trial.state.name for trial in source._study.get_trials(deepcopy=False)]
+
+
+def test_several_metrics_are_means_over_seeds_and_one_that_no_job_measures_ends_the_search(tmp_path):
+    options = Local(search="random", trials=4, seeds=2)
+    with open_search(tmp_path / "a", options, None, *TWO) as source:
+        pool = FakeTimedPool(source._ledger.path, 2)
+        run(source, pool, options)
+    pairs = [[pool.overrides[2 * trial + seed] for seed in (0, 1)] for trial in range(4)]
+    wanted = [[statistics.fmean(map(loss, pair)), statistics.fmean(map(rate, pair))] for pair in pairs]
+    told = [trial.values for trial in source._study.get_trials(deepcopy=False)]
+    assert told[0] == pytest.approx(wanted[0])
+    assert told[1] is None, "one of its seeds has no throughput"
+    assert told[2:] == [pytest.approx(each) for each in wanted[2:]]
+    absent = Objective("eval/f1", "max", best=False)
+    with open_search(tmp_path / "b", options, None, LOSS, absent) as source:
+        with pytest.raises(ConfigError, match=r"sweep\.metric: got 'eval/f1': the jobs do not measure it"):
+            run(source, FakeTimedPool(source._ledger.path, 1), options)

@@ -81,7 +81,7 @@ class Pool(AbstractContextManager["Pool"]):
 MAX_TRIALS = 10_000
 """The maximum number of trials of a search."""
 
-_ONLY_IN_SEARCH = ("trials", "seeds", "metric", "goal", "prune", "sampler_seed")
+_ONLY_IN_SEARCH = ("trials", "seeds", "prune", "sampler_seed")
 """Options that have no effect without a search."""
 
 
@@ -94,8 +94,8 @@ class Engine(ABC):
     search: Literal["random", "tpe", "grid"] | None = None
     trials: Annotated[int, Range(least=1, most=MAX_TRIALS)] = 20
     seeds: Annotated[int, Range(least=1, most=100)] = 1
-    metric: str | None = None
-    goal: Literal["min", "max"] | None = None
+    metric: str | list[str] | None = None
+    goal: Literal["min", "max"] | list[Literal["min", "max"] | None] | None = None
     prune: Literal["median", "halving"] | None = None
     sampler_seed: NonNegativeInt = 0
 
