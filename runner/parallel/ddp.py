@@ -60,14 +60,11 @@ class DDP(MultiProcess):
             torch_private.split_compiled_ddp(not self.sync_batch_norm and self.bucket_mb >= 1)
         model = super()._place(model, session)
         session.collectives.broadcast([*model.parameters(), *named_buffers([model]).values()])  # DDP's knows few dtypes
-        find_unused = finds_unused(self.find_unused, model) and not self.static_graph
-        if find_unused:
-            torch_private.use_up_warning_of_unused(device)
         replica = torch.nn.parallel.DistributedDataParallel(
             model,
             device_ids=[device.index] if device.type != "cpu" else None,
             bucket_cap_mb=self.bucket_mb,
-            find_unused_parameters=find_unused,
+            find_unused_parameters=finds_unused(self.find_unused, model) and not self.static_graph,
             gradient_as_bucket_view=self.gradients_as_views,
             static_graph=self.static_graph,
             init_sync=False,

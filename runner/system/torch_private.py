@@ -5,8 +5,6 @@ No torch issue about a public function is known unless it is named.
 
 from __future__ import annotations
 
-import functools
-import warnings
 from typing import Any
 
 import torch
@@ -53,28 +51,6 @@ def defer_compiler() -> None:
             vars(fn).pop("__dynamo_disable", None)
 
     defer("torch._dynamo", {"graph_break": lambda *_: None, "disable": disable}, forget_disabled)
-
-
-@functools.cache
-def use_up_warning_of_unused(device: torch.device) -> None:
-    """Let DDP give its warning that `find_unused_parameters` has found none, once a process, to nobody.
-
-    It asks for what a network that uses other parameters in a later step needs. Written in C++, it is printed at once,
-    except in a function of autograd, where it becomes one of Python.
-    """
-
-    class Pass(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-            with torch.enable_grad():
-                return replica(x).detach()
-
-    layer = torch.nn.Linear(1, 1, device="meta").to_empty(device=device)  # draws no random numbers
-    ids = [device.index] if device.type != "cpu" else None
-    replica = torch.nn.parallel.DistributedDataParallel(layer, ids, find_unused_parameters=True, init_sync=False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        Pass.apply(torch.zeros(1, 1, device=device))
 
 
 def mark_static(tensor: torch.Tensor) -> None:

@@ -118,22 +118,6 @@ class Megabytes:
         return torch.full((1_000_000,), number, dtype=torch.uint8)
 
 
-def train_in_a_group_of_one(store: str) -> None:
-    """Place and train a network that uses all of its parameters with `parallel=ddp`, as a group of one process."""
-    import torch
-
-    from helpers.compose import TINY_CPU, build_composed_run
-    from runner.parallel.collectives import ProcessGroup
-
-    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
-    run = build_composed_run(*TINY_CPU, "parallel=ddp", "parallel.processes=1", "parallel.find_unused=true")
-    session = run.prepare(ProcessGroup([torch.device("cpu")], 60))
-    model = run.parallel.place(run.workload.build_model(), session)
-    batch = next(run.workload.batches(model, session.plan, 0, session.device))
-    run.parallel.accumulate(model, batch, session.plan.micro_batches(1)[0], False)
-    torch.distributed.destroy_process_group()
-
-
 def read_with_workers(what: str) -> None:
     """Read with two workers, and print their process ids after the first item.
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.command import run_program
 from helpers.compose import TINY_CPU, build_composed_run, compose_config
 from helpers.narrow_resnet import use_narrow_resnet
 from helpers.plain_loop import (
@@ -127,9 +126,3 @@ def elements_sent(config: dict[str, Any], directory: Path) -> list[int]:
             run.parallel.accumulate(state.model, next(batches), micro, False)
             sent.append(0)
         return sent[:-1]
-
-
-def test_a_network_that_uses_all_of_its_parameters_is_no_reason_for_a_warning(tmp_path):
-    """In a new process, as torch gives it once a process."""
-    done = run_program("train_in_a_group_of_one", str(tmp_path / "store"))
-    assert (done.returncode, done.stderr) == (0, "")
