@@ -179,7 +179,8 @@ def labels_of(config: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(value, dict):
             labels[key] = value
         elif key not in unused:
-            labels |= _labels_of_group(key, value)
+            labels[key] = option_name(key, value)
+            labels |= {f"{key}.{name}": inner for name, inner in value.items() if name != "_target_"}
     return labels
 
 
@@ -188,22 +189,6 @@ def _unused(workload: str) -> set[str]:
     with suppress(Exception):  # its package may raise anything
         return {*WORKLOAD_INPUTS} - {*component_fields(load_class(workload, Workload))}
     return set()
-
-
-_LABELS: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
-"""The content of a group and its labels, by the id of the content, which many configs share."""
-_MAX_LABELS = 10_000
-
-
-def _labels_of_group(key: str, node: dict[str, Any]) -> dict[str, Any]:
-    known, labels = _LABELS.get(id(node), (None, {}))
-    if known is not node:
-        if len(_LABELS) >= _MAX_LABELS:
-            _LABELS.clear()
-        values = {f"{key}.{name}": inner for name, inner in node.items() if name != "_target_"}
-        labels = {key: option_name(key, node)} | values
-        _LABELS[id(node)] = node, labels
-    return labels
 
 
 def user_options(overrides: Iterable[str], labels: dict[str, Any]) -> dict[str, str]:

@@ -54,10 +54,17 @@ def option_name(group: str, node: Mapping[str, Any]) -> str:
     If there is no such option, return the name of the module of `_target_`.
     """
     target = str(node.get("_target_"))
-    candidates = [(name, values) for name, values in option_contents(group).items() if values.get("_target_") == target]
+    candidates = _options_with(group, target)
     if not candidates:
         return target.split(".")[-2] if target.count(".") else target  # the name of the module, as for parallel modes
+    if len(candidates) == 1:
+        return candidates[0][0]
     return min(candidates, key=lambda option: sum(node.get(key) != value for key, value in option[1].items()))[0]
+
+
+@cache
+def _options_with(group: str, target: str) -> list[tuple[str, dict[str, Any]]]:
+    return [(name, values) for name, values in option_contents(group).items() if values.get("_target_") == target]
 
 
 def chosen_option(group: str, component: object) -> str:
