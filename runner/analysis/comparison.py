@@ -250,9 +250,9 @@ class Comparison:
         return numbers | run.measures
 
     def title(self, measure: str) -> str:
-        metric = {BEST: f"best {self.metric}", LAST: f"last {self.metric}"}
-        metric |= {tag: tag if tag in MEASURED else f"last {tag}" for tag in self.metrics}
-        return one_line((metric | {RATE: "samples/s", STEP_SECONDS: "seconds per step"}).get(measure, measure))
+        tags = {tag: tag if tag in MEASURED else f"last {tag}" for tag in self.metrics}
+        titles = tags | {BEST: f"best {self.metric}", LAST: tags[self.metric]}
+        return one_line((titles | {RATE: "samples/s", STEP_SECONDS: "seconds per step"}).get(measure, measure))
 
     def _row(self, runs: list[MeasuredRun]) -> Row:
         measured = [self.measured(run) for run in runs]

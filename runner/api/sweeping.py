@@ -38,9 +38,9 @@ def sweep(overrides: Sequence[str], *, config_dir: str | None = None, **code: An
         code: as in `runner.train`.
 
     Returns:
-        A row for each job: the values of the swept keys, the `status`, the latest metrics by TensorBoard tag, the
-        value of the metric that selects the best checkpoint (`best`), the `steps`, the `seconds`, and the `directory`,
-            which is empty if the job was refused.
+        A row for each job: the values of the swept keys, the `status`, the latest metrics and the throughput, the step
+        time and the memory of the run by TensorBoard tag, the value of the metric that selects the best checkpoint
+        (`best`), the `steps`, the `seconds`, and the `directory`, which is empty if the job was refused.
 
     Raises:
         ConfigError: if the sweep is invalid, or no job can run.
@@ -71,4 +71,4 @@ def _row(sweep: Path, entry: dict[str, Any], swept: Sequence[str]) -> dict[str, 
     about = {"steps": run.steps, "seconds": run.result.get("seconds"), "directory": directory}
     best = run.best[1] if run.best else None
     values = {key: labels.get(key, typed.get(key)) for key in swept}
-    return {**values, "status": entry.get("state", ""), "best": best, **run.result.get("metrics", {}), **about}
+    return {**values, "status": entry.get("state", ""), "best": best, **run.metrics, **about}

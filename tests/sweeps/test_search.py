@@ -27,6 +27,7 @@ from runner.system.signals import StopRequest
 from runner.tracking.event_file import EventFile, points
 
 LOSS = Objective("eval/loss", "min", best=True)
+TWO = (Objective("eval/loss", "min", best=False), Objective("time/samples_per_second", "max", best=False))
 OPTIMIZER = Dimension("optimizer", ("optimizer",), [["optimizer=sgd"], ["optimizer=adam"]])
 LR = Dimension("lr", ("lr",), [[]], Interval(1e-4, 1.0, log=True))
 MOMENTUM = Dimension("optimizer.momentum", ("optimizer.momentum",), [[]], Interval(0.0, 0.99))
@@ -88,6 +89,18 @@ class FakeTrainingPool(FakePool):
 
     def more(self, number: int) -> dict[str, Any]:
         return {}
+
+
+def rate(overrides: list[str]) -> float:
+    """Return a throughput that grows with the learning rate, against the loss above 0.03, and with the width."""
+    return 100 * float(values(overrides)["lr"]) + float(values(overrides)["width"]) // 2
+
+
+class FakeTimedPool(FakeTrainingPool):
+    """A fake pool in which the jobs also have a throughput; that of job 2 was not measured."""
+
+    def more(self, number: int) -> dict[str, Any]:
+        return {"samples_per_second": rate(self.overrides[number]) if number != 2 else 0}
 
 
 class FakeEvaluatingPool(FakeTrainingPool):
@@ -162,8 +175,12 @@ def begin(source: Search) -> Path:
     return source._ledger.path / STUDY
 
 
-def study(source: Search) -> list[tuple[str, dict[str, Any], float | None]]:
-    return [(t.state.name, t.params, t.value) for t in source._study.get_trials(deepcopy=False)]
+def study(source: Search) -> list[tuple[str, dict[str, Any], Any]]:
+    """Return the state, the parameters and the value or, of several metrics, the values of each trial."""
+    several = len(source.objectives) > 1
+    return [
+        (t.state.name, t.params, t.values if several else t.value) for t in source._study.get_trials(deepcopy=False)
+    ]
 
 
 @pytest.mark.parametrize(("search", "slots"), [("tpe", 1), ("random", 3)])
@@ -271,15 +288,21 @@ def test_resume_of_a_search_killed_at_any_write_gives_the_same_trials(seeds, fin
     After each kill, at most one job that had ended runs again.
     """
     options = Local(search="tpe", trials=12, seeds=seeds)  # TPE draws the first ten at random
-    what = space(RATE, OPTIMIZER, WIDTH) if finite else None
-    wanted = study(searched(tmp_path / "undisturbed", options, what)[0])
-    assert [state for state, _, _ in wanted] == ["COMPLETE"] * 12
+    what, objectives, kind = None, (LOSS,), FakeTrainingPool
+    if finite:
+        what, objectives, kind = space(RATE, OPTIMIZER, WIDTH), TWO, FakeTimedPool
+    with open_search(tmp_path / "undisturbed", options, what, *objectives) as source:
+        run(source, kind(source._ledger.path), options)
+        wanted = study(source)
+    assert [state for state, _, _ in wanted] == ["COMPLETE"] * 2 + ["PRUNED" if finite else "COMPLETE"] + [
+        "COMPLETE"
+    ] * 9
     for number in range(2, writes.count, 23):
         root, done, alive = tmp_path / f"killed at {number}", [], [True]
         writes.count, writes.fatal = 0, number
         while alive:
-            with suppress(SimulatedKill), open_search(root, options, what) as source:
-                pool = FakeTrainingPool(source._ledger.path)
+            with suppress(SimulatedKill), open_search(root, options, what, *objectives) as source:
+                pool = kind(source._ledger.path)
                 try:
                     run(source, pool, options)
                 finally:
@@ -428,21 +451,6 @@ def test_the_study_says_how_its_trials_are_proposed(search, tmp_path):
     }
 
 
-TWO = (Objective("eval/loss", "min", best=False), Objective("time/samples_per_second", "max", best=False))
-
-
-def rate(overrides: list[str]) -> float:
-    """Return a throughput that grows with the learning rate, against the loss above 0.03, and with the width."""
-    return 100 * float(values(overrides)["lr"]) + float(values(overrides)["width"]) // 2
-
-
-class FakeTimedPool(FakeTrainingPool):
-    """A fake pool in which the jobs also have a throughput; that of job 2 was not measured."""
-
-    def more(self, number: int) -> dict[str, Any]:
-        return {"samples_per_second": rate(self.overrides[number]) if number != 2 else 0}
-
-
 @pytest.mark.parametrize(("search", "slots"), [("tpe", 3), ("random", 1)])
 def test_a_search_by_several_metrics_returns_the_trials_that_no_other_beats(search, slots, tmp_path, caplog):
     options, points = Local(search=search, trials=9), {}
@@ -455,7 +463,7 @@ def test_a_search_by_several_metrics_returns_the_trials_that_no_other_beats(sear
     assert [*points] == [*range(25)]
     del points[2]
     assert "job 2 has no value of time/samples_per_second" in caplog.text
-    assert study_states(source) == ["COMPLETE"] * 2 + ["PRUNED"] + ["COMPLETE"] * 22
+    assert [state for state, _, _ in study(source)] == ["COMPLETE"] * 2 + ["PRUNED"] + ["COMPLETE"] * 22
     front = {
         number
         for number, (x, y) in points.items()
@@ -468,10 +476,6 @@ def test_a_search_by_several_metrics_returns_the_trials_that_no_other_beats(sear
     assert all((loss(words), rate(words)) == tuple(both) for words, both in found)
     with pytest.raises(ConfigError, match="another space"), open_search(tmp_path, options, None, *TWO[::-1]):
         pass
-
-
-def study_states(source: Search) -> list[str]:
-    return [trial.state.name for trial in source._study.get_trials(deepcopy=False)]
 
 
 def test_several_metrics_are_means_over_seeds_and_one_that_no_job_measures_ends_the_search(tmp_path):
