@@ -201,7 +201,7 @@ class Actor:
         if len(state["returns"]) != self.vector.num_envs:
             why = "the checkpoint has a different number of them"
         elif state["environments"] is None:
-            why = "the checkpoint has no state of them"
+            why = "the checkpoint has no state of them (with env.vectorization=sync it has one)"
         elif differ := self.vector.load_state_dict(state["environments"]):
             why = (
                 f"{len(differ)} of them came to another state when their episodes were replayed from seeds and actions"
