@@ -25,7 +25,7 @@ class Device:
 
     kind: str = "auto"
     index: NonNegativeInt | None = None
-    indices: list[int] = field(default_factory=list)
+    indices: list[NonNegativeInt] = field(default_factory=list)
     threads: NumThreads | None = None
     memory_snapshot: bool = False
 
@@ -39,9 +39,8 @@ class Device:
         if self.index is not None and self.indices not in ([], [self.index]):
             why = f"device.indices={self.indices} names other devices"
             raise ConfigError("index", self.index, why, "leave one of the two out")
-        if len(set(self.indices)) < len(self.indices) or any(index < 0 for index in self.indices):
-            why = "they must be distinct and not negative"
-            raise ConfigError("indices", self.indices, why, "for example device.indices=[0,1]")
+        if len(set(self.indices)) < len(self.indices):
+            raise ConfigError("indices", self.indices, "they must be distinct", "for example device.indices=[0,1]")
         if self.kind == "cpu":
             self.check_unnumbered()
         if self.memory_snapshot and self.resolved_kind() != "cuda":

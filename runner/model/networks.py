@@ -22,7 +22,7 @@ from runner.system.import_path import is_installed
 class ConvNet(Model):
     """Convolutions with max pooling, then two linear layers (`runner.models.convnet.ConvNet`)."""
 
-    channels: tuple[int, ...] = (20, 20)
+    channels: tuple[PositiveInt, ...] = (20, 20)
     kernel_size: Annotated[int, Range(least=1, most=31)] = 5
     padding: int = 0
     hidden: PositiveInt = 50
@@ -30,9 +30,7 @@ class ConvNet(Model):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if min(self.channels, default=0) < 1:
-            why = "there is at least one convolution, and each has at least one output channel"
-            raise ConfigError("channels", list(self.channels), why, see_comments(self))
+        check(bool(self.channels), "channels", [], "there is at least one convolution", see_comments(self))
         # Half a kernel keeps the image size; with more, some outputs would depend on nothing but zeros.
         check_range(self, "padding", Range(least=0, most=self.kernel_size // 2))
 
@@ -66,15 +64,10 @@ class ResNet(Model):
 class QNet(Model):
     """A multi-layer perceptron for action values or for classes of flattened images (`runner.models.qnet.QNet`)."""
 
-    hidden: tuple[int, ...] = (128, 128)
+    hidden: tuple[PositiveInt, ...] = (128, 128)
     dueling: bool = False
 
     num_dims: ClassVar[int | None] = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if min(self.hidden, default=1) < 1:
-            raise ConfigError("hidden", list(self.hidden), "every layer needs at least one unit", see_comments(self))
 
     def network(self, shape: tuple[int, ...], num_classes: int) -> torch.nn.Module:
         from runner.models import qnet
@@ -86,9 +79,9 @@ class QNet(Model):
 class NatureCNN(Model):
     """Convolutions without padding that compute action values from images (`runner.models.nature_cnn.NatureCNN`)."""
 
-    channels: tuple[int, ...] = (32, 64, 64)
-    kernel_sizes: tuple[int, ...] = (8, 4, 3)
-    strides: tuple[int, ...] = (4, 2, 1)
+    channels: tuple[PositiveInt, ...] = (32, 64, 64)
+    kernel_sizes: tuple[PositiveInt, ...] = (8, 4, 3)
+    strides: tuple[PositiveInt, ...] = (4, 2, 1)
     hidden: PositiveInt = 512
     dueling: bool = False
 
@@ -96,9 +89,8 @@ class NatureCNN(Model):
         super().__post_init__()
         for key in ("channels", "kernel_sizes", "strides"):
             values = getattr(self, key)
-            if min(values, default=0) < 1 or len(values) != len(self.channels):
-                why = "channels, kernel_sizes and strides are as many positive numbers as there are convolutions"
-                raise ConfigError(key, list(values), why, see_comments(self))
+            why = "channels, kernel_sizes and strides are as many numbers as there are convolutions"
+            check(0 < len(values) == len(self.channels), key, list(values), why, see_comments(self))
 
     def network(self, shape: tuple[int, ...], num_classes: int) -> torch.nn.Module:
         from runner.models import nature_cnn

@@ -31,7 +31,7 @@ from runner.parallel.pipelining.partition import (
     keep_only,
     supervised,
 )
-from runner.parallel.pipelining.schedules import ONE_STAGE_EACH, ScheduleName, check_split_backward, num_micro_batches
+from runner.parallel.pipelining.schedules import STAGES_EACH, ScheduleName, check_split_backward, num_micro_batches
 from runner.parallel.pipelining.timeline import Span, Timeline, bubble, gantt
 from runner.parallel.session import Session
 from runner.storage.state_dict import with_versions
@@ -83,15 +83,15 @@ class Pipeline(Partition, MultiProcess):
         stages = self.asked_stages
         if self.processes != "auto" or stages is None:
             return super()._num_processes(num_gpus)
-        two_each = self.schedule == "interleaved_1f1b" and stages % 2 == 0 and stages > 2
-        return stages // 2 if two_each else stages
+        each = STAGES_EACH[self.schedule][0]
+        return stages // each if stages % each == 0 and stages > each else stages
 
     def num_stages(self, session: Session) -> int:
         if self.asked_stages is not None:
             return self.asked_stages
         if self.engine == "streams":
             return max(2, len(session.devices))
-        return session.world_size * (2 if self.schedule == "interleaved_1f1b" else 1)
+        return session.world_size * STAGES_EACH[self.schedule][0]
 
     def divide(self, session: Session) -> Plan:
         refuse_step(session.compile, "the stages compute at the same time")
@@ -106,9 +106,9 @@ class Pipeline(Partition, MultiProcess):
         else:
             remedy = "parallel.processes=2; on one GPU: parallel.engine=streams"
             check(processes >= 2, "parallel.processes", processes, "a pipeline has two or more", remedy)
-            least = 2 if self.schedule == "interleaved_1f1b" else 1
-            each = 1 if self.schedule in ONE_STAGE_EACH else max(least, stages // processes)
-            number = "one stage" if self.schedule in ONE_STAGE_EACH else f"as many stages, and at least {least}"
+            least, most = STAGES_EACH[self.schedule]
+            each = 1 if most == 1 else max(least, stages // processes)
+            number = "one stage" if most == 1 else f"as many stages, and at least {least}"
             why = f"under parallel.schedule={self.schedule}, each of the {processes} processes has {number}"
             fitting = f"parallel.stages={each * processes}"
             remedy = fitting if self.processes == "auto" else "parallel.processes=auto"

@@ -15,7 +15,7 @@ from runner.device import device_name
 from runner.parallel.dp import DP
 from runner.parallel.pipeline import Pipeline
 from runner.parallel.pipelining.partition import balanced, positions_of
-from runner.parallel.pipelining.schedules import ONE_STAGE_EACH, SCHEDULES, divisors, violation
+from runner.parallel.pipelining.schedules import SCHEDULES, STAGES_EACH, divisors, violation
 from runner.parallel.session import Session
 from runner.planning.fake_step import RankPlan, block_flops, plan_of, prepared, trace_ranks
 from runner.planning.step_tracker import KINDS
@@ -165,10 +165,9 @@ def _stages(
     schedule: str, num_workers: int, costs: Sequence[float], asked: int | None, cuts: Sequence[int] | None
 ) -> list[float]:
     """Return the cost of each stage; none if the schedule does not support the number of stages."""
-    least = num_workers * (2 if schedule == "interleaved_1f1b" else 1)
-    most = least if schedule in ONE_STAGE_EACH else len(costs)
-    count = asked or least
-    if count % num_workers or not least <= count <= min(most, len(costs)):
+    least, most = STAGES_EACH[schedule]
+    count = asked or num_workers * least
+    if count % num_workers or not least <= count // num_workers <= most or count > len(costs):
         return []
     bounds = [0, *(balanced(costs, count) if cuts is None else cuts), len(costs)]
     return [sum(costs[start:stop]) for start, stop in pairwise(bounds)]
@@ -185,7 +184,7 @@ def _bubble(schedule: str, num_workers: int, num_micros: int, stages: Sequence[f
     if not any(stages) or violation(schedule, len(stages), num_workers, num_micros):
         return None
     workers = [sum(stages[worker::num_workers]) for worker in range(num_workers)]
-    parts = {"interleaved_1f1b": 1, "zero_bubble": 3}.get(schedule, 1) * (len(stages) // num_workers)
+    parts = (3 if schedule == "zero_bubble" else 1) * (len(stages) // num_workers)
     filling = (sum(workers) - max(workers)) / parts
     return 1 - num_micros * sum(workers) / (num_workers * (num_micros * max(workers) + filling))
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.command import ROOT
 from hydra.errors import MissingConfigException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
@@ -99,12 +98,6 @@ def test_a_config_dir_that_does_not_exist_is_refused(name):
     with pytest.raises(ConfigError) as refusal:
         Composer(name)
     assert (refusal.value.key, refusal.value.got) == ("--config-dir", name)
-
-
-def test_one_module_imports_two_names_from_inside_hydra():
-    files = {path: path.read_text(encoding="utf-8") for path in (ROOT / "runner").rglob("*.py")}
-    found = {path.name: text.count("hydra._internal.") for path, text in files.items() if "hydra._internal." in text}
-    assert found == {"composition.py": 2}
 
 
 @pytest.mark.cases(

@@ -37,6 +37,7 @@ EXPECTED = {
     "ema/default.decay": "a finite number > 0 and < 1 or null",
     "env/cartpole.frame_stack": "a whole number ≥ 1 and ≤ 64",
     "model/convnet.dropout": "a finite number ≥ 0 and < 1",
+    "model/qnet.hidden": "a list whose items are each a whole number ≥ 1 and ≤ 2147483647",
     "model/resnet50.depth": "one of 18, 34, 50, 101, 152",
     "model/resnet50.norm": "one of batch, group",
     "optimizer/adamw.beta1": "a finite number ≥ 0 and < 1",
@@ -103,6 +104,8 @@ def outside(hint: Any) -> list[Any]:
             values += [end if base is float else int(end) for end in (limits.above, limits.below) if math.isfinite(end)]
             values += [limits.least - step] if math.isfinite(limits.least) else []
             values += [limits.most + step * max(1, abs(limits.most))] if math.isfinite(limits.most) else []
+        elif get_origin(kind) in (tuple, list):
+            values += [[value] for value in outside(get_args(kind)[0])]
         elif get_origin(kind) is Literal:
             values += ["none such", ""] if list in map(get_origin, kinds) else ["none such", "", [*get_args(kind)]]
     return values

@@ -47,7 +47,6 @@ def test_every_mutation_can_be_applied():
         [changed] = [file.replace(each.old, each.new) for file in files for _ in range(file.count(each.old))]
         ast.parse(changed, each.bug)
     tests = {name for each in mutations for name in each.tests}
-    assert len(mutations) >= 40
     assert all(each.tests and each.old != each.new for each in mutations)
     for file, _, function in (name.partition("::") for name in tests):
         assert not function or f"def {function}(" in (ROOT / file).read_text(), file

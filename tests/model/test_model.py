@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from runner.config.errors import ConfigError
 from runner.config.schema import build
 from runner.model.base import Model
-from runner.model.networks import ConvNet, QNet, ResNet
+from runner.model.networks import ConvNet, NatureCNN, ResNet
 from runner.model.weights import read_weights
 from runner.models import convnet, resnet
 
@@ -47,8 +47,8 @@ def test_options_are_passed_to_the_network():
 
 
 @pytest.mark.cases(
-    (ConvNet, {"channels": (20, 0)}, "channels"),
-    (QNet, {"hidden": (8, 0)}, "hidden"),
+    (ConvNet, {"channels": ()}, "channels"),
+    (NatureCNN, {"strides": (4, 2)}, "strides"),
     (ConvNet, {"weights": "absent.pt"}, "weights"),
     (ResNet, {"reset_head": True}, "reset_head"),
 )

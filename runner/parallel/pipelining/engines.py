@@ -13,7 +13,7 @@ from torch.distributed import pipelining
 from runner.batching import Plan
 from runner.data.base import copied
 from runner.parallel.pipelining.partition import BlockProfile, Loss, StageModule
-from runner.parallel.pipelining.schedules import ONE_STAGE_EACH
+from runner.parallel.pipelining.schedules import STAGES_EACH
 from runner.parallel.pipelining.timeline import Timeline
 from runner.system.copy_stream import Transfer, copy_stream
 
@@ -48,7 +48,7 @@ class ProcessEngine:
         for number, stage in stages.items():
             example = {"input_args": self._example(number, number > 0), "output_args": self._example(number + 1, True)}
             timed.append(_TimedStage(stage, number, self.num_stages, device, timeline=timeline, **example))
-        scheduled = timed[0] if schedule in ONE_STAGE_EACH else timed
+        scheduled = timed[0] if STAGES_EACH[schedule] == (1, 1) else timed
         self._schedule = _CLASSES[schedule](scheduled, plan.chunks, loss_fn=self._loss_of, scale_grads=False)
 
     def _example(self, number: int, requires_grad: bool) -> torch.Tensor:

@@ -14,8 +14,13 @@ ScheduleName = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"]
 SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
 """The values of `parallel.schedule`."""
 
-ONE_STAGE_EACH = ("gpipe", "1f1b")
-"""The schedules with exactly one stage per worker."""
+STAGES_EACH: dict[str, tuple[int, float]] = {
+    "gpipe": (1, 1),
+    "1f1b": (1, 1),
+    "interleaved_1f1b": (2, math.inf),
+    "zero_bubble": (1, math.inf),
+}
+"""The smallest and the largest number of stages per worker, of each schedule."""
 
 _PER_STAGE = 4
 """Default number of micro-batches per stage: equal stages are then idle for less than 20 % of a step."""
