@@ -56,7 +56,7 @@ def objectives_of(options: Engine, best: tuple[str, str]) -> list[Objective]:
         can_be = tag in known or tag.startswith(("eval/", "train/"))
         check(can_be, "sweep.metric", options.metric, f"no job has {tag} in its result;", did_you_mean(tag, known))
         if (goal := given or known.get(tag)) is None:
-            why = f"{tag}: it is not known whether larger or smaller values are better"
+            why = f"it is not known whether larger or smaller values of {tag} are better"
             say = f"say it of each: {remedy}" if len(tags) > 1 else "add sweep.goal=min or sweep.goal=max"
             raise ConfigError("sweep.metric", options.metric, why, say)
         objectives.append(Objective(tag, goal, best=False))
