@@ -137,7 +137,8 @@ def _report_best(search: Search, path: Path, config_dir: str | None, common: Seq
     names = [f"front_{number}" if several else "best" for number in range(1, len(found) + 1)]
     lines = []
     for name, (overrides, values) in zip(names, found, strict=True):
-        numbers = (f"{each.tag} {value:.4f}" for each, value in zip(search.objectives, values, strict=True))
+        texts = (f"{value:.4f}" if abs(value) < 1e5 else f"{value:.0f}" for value in values)
+        numbers = (f"{each.tag} {text}" for each, text in zip(search.objectives, texts, strict=True))
         lines.append(f"{name} {', '.join(numbers)}{seeds}: {shlex.join(overrides)}")
     print(first_lines(lines))
     with suppress(OSError):  # the lines above say it, too
