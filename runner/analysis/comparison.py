@@ -111,7 +111,7 @@ class Comparison:
         runs: all runs, whether they are done or not.
         keys: the config keys in which any of the runs differ (see `swept_keys`).
         metrics: for the tag of each metric, `max` if its larger values are better, otherwise `min`.
-        metric: the tag of the first metric; empty if no run that is done has any metric.
+        metric, direction: the tag of the first metric, empty if no run that is done has any, and its `max` or `min`.
         meant: for each metric that was named by its last part, a line that says which tag was taken.
         measures: the measures that at least one row has.
         rows: the rows of the runs that are done, sorted by `quality`: the best or the fastest first; those on the front
@@ -153,6 +153,7 @@ class Comparison:
         self.metrics, self.meant = chosen_metrics(done, metric, of_sweeps, goal)
         self._ranking = (LAST, BEST) if of_sweeps else (BEST, LAST)
         self.metric, is_one = next(iter(self.metrics)), len(self.metrics) == 1
+        self.direction = self.metrics[self.metric]
         self._names = [*MEASURES] if is_one else [*self.metrics, *MEASURES[2:]]
         remedy = f"name one: --metric {self.metric}"
         check(is_one or against is None, "--against", against, "rows are compared with one by one metric", remedy)
@@ -170,24 +171,14 @@ class Comparison:
 
     @property
     def quality(self) -> str:
-        """The measure by which settings are ranked: `best` or, if no run has it, `last` or `step_seconds`; the first of
-        several metrics.
-        """
+        """The measure by which settings are ranked: the first known of `best`, `last`, the metric, `step_seconds`."""
         return next((name for name in (*self._ranking, self.metric) if name in self.measures), STEP_SECONDS)
-
-    @property
-    def direction(self) -> str:
-        """`max` if larger values of the first metric are better, otherwise `min`."""
-        return self.metrics[self.metric]
 
     @cached_property
     def reference(self) -> Row | None:
-        """The row with which the others are compared; None if there is none with two seeds or more, or with several
-        metrics, which have no best row.
-        """
-        if len(self.metrics) > 1:
-            return None
-        return self.against or next((row for row in self.rows if len(self._by_seed(row)) > 1), None)
+        """The row with which the others are compared; None with several metrics, or without a row with two seeds."""
+        rows = self.rows if len(self.metrics) == 1 else []
+        return self.against or next((row for row in rows if len(self._by_seed(row)) > 1), None)
 
     @cached_property
     def contrasts(self) -> dict[int, Contrast]:
