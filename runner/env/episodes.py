@@ -93,7 +93,7 @@ class Episodes(gymnasium.Wrapper):
         """The state of the running episode, as plain values and NumPy arrays, which processes send each other."""
         if self._has_plain_state:
             kept = [attributes(each) for each in chain(self.env)]
-            return {"attributes": tree_map_only(torch.Tensor, torch.Tensor.numpy, kept), "over": self._is_over}
+            return {"attributes": tree_map_only(torch.Tensor, torch.Tensor.numpy, kept)}
         record = {"seed": self._seed, "number": self._number, "actions": np.array(self._actions)}
         return record | {"draws_globally": self._own is not None}
 
@@ -101,7 +101,7 @@ class Episodes(gymnasium.Wrapper):
     def running_episode(self, state: dict[str, Any]) -> None:
         if self._has_plain_state:
             set_attributes(chain(self.env), state["attributes"])
-            self._is_over = state["over"]
+            self._is_over = state["ended"]
             return
         self._own = OwnGenerators() if state["draws_globally"] else None
         self._seed, self._number, actions = state["seed"] % 2**63, state["number"], state["actions"].tolist()

@@ -302,12 +302,13 @@ class Vector:
         of_envs = {"episodes": [dict]} if self.saves_episodes else {"envs": [dict]}
         check_like(state, required | like | of_envs, "environments")
         if self.saves_episodes:
-            episodes = tree_map_only(torch.Tensor, torch.Tensor.numpy, state["episodes"])
+            saved, ended = tree_map_only(torch.Tensor, torch.Tensor.numpy, state["episodes"]), state["ended"].tolist()
+            episodes = [each | {"ended": over} for each, over in zip(saved, ended, strict=True)]
             if count := sum(len(each.get("actions", ())) for each in episodes):
                 log.info("%s: %s steps of the running episodes are replayed", self.name, f"{count:,}")
             with seeded(0):  # what else draws from these generators must not notice
                 self._call(lambda: self.envs.set_attr("running_episode", episodes))
-            restored = zip(self._call(lambda: self.envs.get_attr("replayed")), state["ended"].tolist(), strict=True)
+            restored = zip(self._call(lambda: self.envs.get_attr("replayed")), ended, strict=True)
             newest = state["observations"].numpy()
             if self.pixels is not None:
                 newest = newest[:, -self.pixels.frame_shape[0] :]

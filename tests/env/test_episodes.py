@@ -46,7 +46,7 @@ def through_a_file(state: Any, path: Path) -> Any:
 def test_running_episodes_continue_bitwise_in_another_process_or_object(id, options, tmp_path):
     env = prepared(id, num_envs=3, **options)
     with env.vector(3) as first, env.vector(3) as second:
-        for steps in (0, 1, 9, 40):  # just begun, in an episode, at the end of one and after several
+        for steps in (0, 1, 15, 9, 40):  # just begun, in an episode, at the end of one (of CartPole) and after several
             first.reset(5)
             second.reset(6)
             play(first, steps, steps)
