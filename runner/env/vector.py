@@ -76,7 +76,11 @@ def num_actions(name: str, env: gymnasium.Env) -> int:
         why = f"its action space is {actions}, and deep Q-learning needs discrete actions"
         raise ConfigError("id", name, why, "choose another environment, such as env=cartpole")
     why = f"its observation space is {observations}, which cannot be flattened to a vector"
-    check(observations.is_np_flattenable, "id", name, why, "choose another environment, such as env=cartpole")
+    try:
+        can_be_flattened = observations.is_np_flattenable
+    except NotImplementedError:  # a kind of space that is not gymnasium's, such as texts of a grammar
+        can_be_flattened = False
+    check(can_be_flattened, "id", name, why, "choose another environment, such as env=cartpole")
     return int(actions.n)
 
 

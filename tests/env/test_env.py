@@ -190,12 +190,17 @@ class PaysAnArray(Broken):
         return np.zeros(2), np.ones(1), False, False, {}
 
 
+class SeesItsOwnKindOfSpace(Broken):
+    observation_space = gymnasium.spaces.Dict(mission=gymnasium.Space())
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning")  # gymnasium logs what happened as warnings
 @pytest.mark.parametrize("vectorization", ["auto", "async"])
 @pytest.mark.cases(
     (FailsOnReset, "raised OSError: no license"),
     (OfOldGym, "raised TypeError: OfOldGym.reset() got an unexpected keyword argument 'seed'"),
     (PaysAnArray, "raised ValueError: setting an array element with a sequence"),
+    (SeesItsOwnKindOfSpace, "which cannot be flattened to a vector"),
 )
 def test_an_environment_that_fails_in_its_first_step_is_refused(environment, why, vectorization, monkeypatch):
     with pytest.raises(ConfigError) as refusal:
