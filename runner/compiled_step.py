@@ -61,12 +61,13 @@ class CompiledStep:
         self._add, self._train = compile_whole(self._add_gradients, device), compile_whole(self._take_step, device)
         is_double = any(p.dtype == torch.float64 for p in self._parameters.values())
         self._settings = _float64_by_default if is_double else nullcontext
-        self._ready, self._no_norm = False, torch.zeros((), device=state.session.device)
+        self._ready, self._no_norm = False, torch.zeros((), device=device)
+        self._no_count = torch.zeros((), device=device, dtype=sum_dtype(device))
 
     def __call__(self, state: State, batches: Iterator[Any], step: Step, log_due: bool) -> torch.Tensor:
         """Run one optimizer step, as `training.train_step` does; return the gradient norm before clipping."""
         run, session = state.run, state.session
-        norm, on_cpu = self._no_norm, session.device.type == "cpu"
+        norm, on_cpu, count = self._no_norm, session.device.type == "cpu", self._no_count
         for micro in step.micro_batches:
             with timer.section("data"):
                 batch = next(batches)
@@ -78,13 +79,14 @@ class CompiledStep:
             with timer.section("step"), run.parallel.measured(micro), self._settings():
                 if micro.is_last:
                     state.rates.set_lr(state.optimizer, step.number - 1, session.num_steps)
-                    sums, norm = self._train(batch, micro.weight)
+                    sums, norm = self._train(batch, micro.weight, count)
                     if self._averages:
                         self._share.fill_(self._later_share)
                 else:
                     sums = self._add(batch, micro.weight)
+                    count = count + sums[1, 0]
             state.metric_buffer.add(sums if on_cpu else sums.clone())
-        state.metric_buffer.end_step(min(step.local, step.number))
+        state.end_step(min(step.local, step.number))
         if step.micro_batches:
             run.workload.after_step(state.model, step.local)
         state.step = step.number
@@ -99,6 +101,8 @@ class CompiledStep:
         with state.modules.unchanged():
             loss, _ = self._loss(self._parameters, buffers, inputs, 1.0)
             self._check_state(batch, before, buffers)
+        form = state.run.workload.loss_form
+        self._has_own_count = form is not None and form[1]
         gradients = torch.autograd.grad(loss, [*self._parameters.values()], allow_unused=True)
         set_random_states(random, state.session.devices)
         for parameter, gradient in zip(self._parameters.values(), gradients, strict=True):
@@ -160,9 +164,14 @@ class CompiledStep:
             buffer.copy_(updated[name])
         return sums
 
-    def _take_step(self, batch: Any, weight: float) -> tuple[BatchSums, torch.Tensor]:
+    def _take_step(self, batch: Any, weight: float, count: torch.Tensor) -> tuple[BatchSums, torch.Tensor]:
+        """Add the gradients of the last micro-batch, divide them, and update; `count` is that of the ones before."""
         state, run = self._state, self._state.run
         sums = self._add_gradients(batch, weight)
+        if self._has_own_count:
+            factor = run.batch_size / (count + sums[1, 0])
+            for gradient in self._gradients.values():
+                gradient.mul_(factor.to(gradient.dtype))
         # Not `clip_gradients`, whose `torch._foreach_norm` the compiler cannot combine with other operations.
         norm = torch.stack([torch.linalg.vector_norm(each) for each in self._gradients.values()]).square().sum().sqrt()
         if run.max_grad_norm is not None:

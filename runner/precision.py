@@ -15,6 +15,7 @@ from runner.config.limits import PositiveInt, Range
 from runner.storage.value_checks import check_like
 from runner.system import accelerator
 from runner.system.torch_private import found_inf_flags
+from runner.system.trees import map_tensors
 
 log = logging.getLogger(__name__)
 
@@ -123,7 +124,7 @@ class Double(Precision):
 
     def convert(self, model: torch.nn.Module) -> torch.nn.Module:
         # Every data set yields float32 inputs; a hook of the model converts them in all parallel modes.
-        model.register_forward_pre_hook(_inputs_to_double)
+        model.register_forward_pre_hook(_inputs_to_double, with_kwargs=True)
         return model.double()
 
 
@@ -248,8 +249,8 @@ def _allow_tf32(allowed: bool) -> None:
     torch.backends.cudnn.allow_tf32 = allowed
 
 
-def _inputs_to_double(_: torch.nn.Module, inputs: tuple) -> tuple:
-    return tuple(x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in inputs)
+def _inputs_to_double(_: torch.nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    return map_tensors(lambda each: each.double() if each.is_floating_point() else each, (inputs, options))
 
 
 def _record_event(device: torch.device) -> torch.Event:

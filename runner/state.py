@@ -30,7 +30,7 @@ from runner.storage.saved_run import config_text, named_checkpoint
 from runner.storage.signature import saved_signature, signature_text
 from runner.storage.value_checks import CONTENT_ERRORS, TensorSpec, check_like
 from runner.system import memory, torch_errors
-from runner.tracking.metrics import DivergedError, MetricBuffer, StepTimer, quantiles
+from runner.tracking.metrics import BatchSums, DivergedError, MetricBuffer, StepTimer, quantiles
 from runner.workloads.base import Workload, check_metrics
 
 log = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ class State:
         self.model_description, self.model_table = model_description, model_table
         self.flops_per_sample = run.workload.forward_passes * forward_flops
         self.modules = Modules(model, session)
-        self.step, self.logged_step = 0, 0
+        self.step = 0
         self.has_saved = False  # whether a checkpoint has been written, or begun, in this session
         self.average = run.ema.build(model)
         self.stopping = run.stop.build(session.eval_metrics)
@@ -72,6 +72,7 @@ class State:
         has_target = type(run.workload).after_step is not Workload.after_step
         self.weights_are_followed = has_target or run.ema.decay is not None
         self.metric_buffer = MetricBuffer(run.workload.train_metrics, session.device)
+        self._has_own_count: bool | None = None  # until all ranks have agreed, in the first step
         self.step_timer = StepTimer(session.devices)
         self.metrics: dict[str, float] = {}
         self.best: dict[str, Any] = {}
@@ -208,8 +209,12 @@ class State:
     def _load(self, checkpoint: Checkpoint) -> None:
         run, devices = self.run, self.session.devices
         shared, local = checkpoint.state, checkpoint.local
-        window = TensorSpec(torch.float32, (None, len(run.workload.train_metrics)))
-        like = {"optimizer": {str: dict}, "precision": dict, "window": window, "logged": int, "num_steps": int}
+        form = run.workload.loss_form
+        num_metrics = None if form is None else len(form[0])
+        window = TensorSpec(torch.float64, (None, 2, num_metrics))
+        like = {"optimizer": {str: dict}, "precision": dict, "window": window, "num_steps": int}
+        if "logged" in shared:  # in an older one, whose sums have no counts
+            like |= {"window": TensorSpec(torch.float32, (None, num_metrics)), "logged": int}
         like |= {"metrics": {str: float}, "best": dict, "stop": dict}
         is_older = not {"buffers", "replicas"} & local.keys()  # without the state of a loss, `random` and NumPy
         like |= {"loss": [dict]} if "loss" in shared or not is_older else {}
@@ -230,9 +235,12 @@ class State:
         self.rates.load_state_dict(shared.get("schedule", {}))
         run.precision.load_state_dict(shared["precision"])
         self.step, self.metrics, self.best = checkpoint.step, shared["metrics"], shared["best"]
-        self.logged_step = shared["logged"]
         run.workload.load_shared_state(shared.get("workload", {}))
-        self.metric_buffer.load(self.session.collectives.local_share(shared["window"]), self.step)
+        window = shared["window"]
+        if "logged" in shared:
+            num_samples = (self.step - shared["logged"]) * run.batch_size
+            window = torch.stack((window, torch.full_like(window, num_samples / max(1, len(window)))), 1)
+        self.metric_buffer.load(self.session.collectives.local_share(window), self.step)
         run.parallel.load_local_state(self.model, self.optimizer, local.get("parallel", {}))
         if run.ema.decay and local.get("ema"):
             run.parallel.load_local_state(self.model, self.average.optimizer, local["ema"])
@@ -277,7 +285,6 @@ class State:
             "optimizer": optimizer_state,
             "precision": run.precision.state_dict(),
             "window": rows,
-            "logged": self.logged_step,
             "metrics": {tag: value for tag, value in self.metrics.items() if math.isfinite(value)},
             "best": dict(self.best),
             "num_steps": self.session.num_steps,
@@ -304,12 +311,31 @@ class State:
         Raises:
             DivergedError: if a metric is not finite.
         """
-        num_samples = (self.step - self.logged_step) * self.run.batch_size
-        rows = self.metric_buffer.flush(self.session.collectives.all_reduce)
-        means = rows.double().sum(0) / num_samples
-        self.logged_step = self.step
-        names = self.run.workload.train_metrics
-        return {f"train/{name}": float(value) for name, value in zip(names, means, strict=True)}
+        means = self.metric_buffer.flush(self.session.collectives.all_reduce)
+        return {f"train/{name}": value for name, value in means.items()}
+
+    def end_step(self, number: int) -> BatchSums:
+        """End the metric sums of step `number`, and return those of this process, by which `divide_gradients` divides.
+
+        Called on every rank, which learns in the first step what the loss returns, if another rank computes it.
+
+        Raises:
+            ConfigError: if the loss returns something else than before.
+        """
+        if self._has_own_count is None:
+            for form in self.session.collectives.all_gather(self.run.workload.loss_form):
+                if form is not None:
+                    names, self._has_own_count = form
+                    self.metric_buffer.names = tuple(names)
+        return self.metric_buffer.end_step(number)
+
+    def divide_gradients(self, sums: BatchSums) -> None:
+        """Divide the gradients by the count of the loss, if that is another than the number of samples; on every rank.
+
+        `sums` are those of the step on this process.
+        """
+        if self._has_own_count:
+            self.run.parallel.divide_gradients(self.model, sums[1, 0])
 
     def record_evaluation(self, metrics: dict[str, float]) -> bool:
         """Record an evaluation, whose `metrics` by tag are the same on all ranks; return whether it is the best so far.

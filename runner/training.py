@@ -40,6 +40,7 @@ from runner.system import memory, torch_errors, torch_private
 from runner.system.provenance import environment
 from runner.system.section_timer import timer
 from runner.system.signals import StopRequest, is_of_signal
+from runner.system.trees import tensors_of
 from runner.tracking.log_file import LogFile
 from runner.tracking.metrics import DivergedError, in_words
 from runner.tracking.progress import Progress, progress_for
@@ -244,8 +245,9 @@ def train_step(state: State, batches: Iterator[Any], step: Step, log_due: bool) 
         with run.parallel.measured(micro):
             sums = run.parallel.accumulate(model, batch, micro, log_due)
         state.metric_buffer.add(sums)
-    state.metric_buffer.end_step(min(step.local, step.number))  # in the last round, `local` may be beyond the end
+    sums = state.end_step(min(step.local, step.number))  # in the last round, `local` may be beyond the end
     with timer.section("optimizer"):
+        state.divide_gradients(sums)
         num_skipped = run.precision.num_skipped()
         state.rates.set_lr(state.optimizer, step.number - 1 - num_skipped, session.num_steps)
         clip = partial(run.parallel.clip_gradients, model, run.max_grad_norm)
@@ -352,7 +354,8 @@ def save_diverged_batch(session: Session, directory: Path, step: int) -> None:
     except OSError as error:
         log.error("the batch of step %d cannot be saved: %s", step, error)
     else:
-        wrong = [name for name, part in batch.items() if torch.is_tensor(part) and not part.isfinite().all()]
+        parts = {name: tensors_of(part) for name, part in batch.items()}
+        wrong = [name for name, tensors in parts.items() if not all(bool(each.isfinite().all()) for each in tensors)]
         why = f"; its {' and '.join(wrong)} have values that are NaN or infinite" * bool(wrong)
         log.error("the batch of step %d is in %s%s", step, path, why)
 

@@ -156,11 +156,16 @@ def test_metric_sums_not_logged_yet_are_restored_on_rank_0_only(tmp_path, caplog
         alone = prepare_session(run)
         with caplog.at_level(logging.INFO, logger="runner"):
             state = prepare(run, replace(alone, collectives=OneOfTwo(rank)), tmp_path)
-        rows[rank] = state.metric_buffer.peek(lambda sums: sums)
+
+        def all_reduce(sums: dict[str, Any], rank: int = rank) -> dict[str, Any]:
+            rows[rank] = sums["train"]
+            return {"train": torch.ones_like(sums["train"])}
+
+        state.metric_buffer.peek(all_reduce)
     saved = torch.load(tmp_path / "checkpoints/step_00000005/state.pt", weights_only=True)["window"]
-    assert saved.shape == (2, 2)
+    assert saved.shape == (2, 2, 2)
     assert rows[0].equal(saved)
-    assert rows[1].equal(torch.zeros(2, 2))
+    assert rows[1].equal(torch.zeros(2, 2, 2))
     assert "rank 1 saved nothing" in caplog.text
     assert "rank 0 saved nothing" not in caplog.text
 

@@ -42,8 +42,9 @@ def train(config: Config | Sequence[str] = (), **code: Any) -> Result:
     Args:
         config: a composed config, or the overrides of one: `["parallel=ddp", "optimizer.lr=0.1"]`.
         code: code of your own, for which the overrides have to be given: `model`, a module, or a class or function that
-            makes one; `data`, training and held-out samples (see `UserData`); `loss`, a function of (outputs, targets)
-            that returns their mean; `metrics`, a dict from names to functions of (outputs, targets) or objects of
+            makes one; `data`, training and held-out samples (see `UserData`); `collate`, a function that makes a batch
+            of a list of samples; `loss`, a function of (outputs, targets) that returns their mean, or (sum, count), or
+            a dict of these; `metrics`, a dict from names to functions of (outputs, targets) or objects of
             torchmetrics; and the hooks `after_step`, `after_evaluation` and `before_save` (see `Hooks`).
             A run does not save them: pass them again to resume it, as in `train(["resume=DIRECTORY"], model=Net)`.
 

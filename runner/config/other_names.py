@@ -67,13 +67,13 @@ NAMES = {
 PARTS = {
     "model": "net network backbone arch module",
     "data": "dataset datasets dataloader dataloaders loader train_loader train_dataset train_data trainset datamodule",
+    "collate": "collate_fn collator data_collator",
     "loss": "criterion loss_fn loss_func loss_function compute_loss objective",
     "metrics": "metric eval_metrics compute_metrics",
 }
 """For each part of a user's code: what it is named elsewhere."""
 _WITHOUT = {
     "optimizer optimizers": "type optimizer=adamw, for example, optimizer.lr=… and what --help lists of it",
-    "collate collate_fn": "samples are stacked: let __getitem__ return them in one shape",
     "sampler batch_sampler train_sampler": "the order follows from seed: repeat samples of the data, or leave some out",
     "callback callbacks": "hooks are after_step(state), after_evaluation(state, metrics) and before_save(state)",
     "training_step validation_step configure_optimizers": "write loss(outputs, targets), and type optimizer=…",

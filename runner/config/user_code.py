@@ -46,7 +46,7 @@ class Hooks(NamedTuple):
     before_save: Callable[[Any], object] = lambda state: None
 
 
-PARTS = ("model", "data", "loss", "metrics", *Hooks._fields)
+PARTS = ("model", "data", "collate", "loss", "metrics", *Hooks._fields)
 """What a user may give: the arguments of `runner.train`, and names in a file."""
 
 
@@ -214,17 +214,18 @@ def check_given(named: Mapping[str, Any], source: str, key: str = "resume") -> N
 
 
 def find(part: str) -> Any:
-    """Return what is given as `part`; None if nothing is.
+    """Return what is given as `part`; None if nothing is. `collate` is in the file of the data.
 
     Raises:
         ConfigError: if a file cannot be executed, or does not define the name that was typed.
     """
     if part in _given.objects:
         return _given.objects[part]
-    file = _given.files.get(part) or _given.files.get("workload")
+    beside = "data" if part == "collate" else part
+    file = _given.files.get(beside) or _given.files.get("workload")
     if file is None:
         return None
-    module, name = executed(file.path), file.name or part
+    module, name = executed(file.path), part if part != beside else file.name or part
     if not hasattr(module, name) and part in _given.files:
         public = [key for key, value in vars(module).items() if key[:1] != "_" and not isinstance(value, ModuleType)]
         why = f"{shown(file.path)} defines no {name};"

@@ -11,16 +11,17 @@ import torch
 
 from runner.batching import MicroBatch
 from runner.config.errors import ConfigError
-from runner.system.trees import map_leaves
+from runner.system.trees import Tree, map_tensors
 
 
 class Batch(NamedTuple):
-    """A micro-batch of n samples on the device of the model."""
+    """A micro-batch of n samples on the device of the model; the first dimension of each tensor is n."""
 
-    inputs: torch.Tensor
-    """[n, *shape], as the model takes them: float32 [n, channels, height, width] for images, normalized."""
-    targets: torch.Tensor
-    """[n, …], as the loss takes them: class indices int64 [n], or probabilities or values float32 [n, m]."""
+    inputs: Tree
+    """[n, *shape], as the model takes them: float32 [n, channels, height, width] for images, normalized. A tuple are
+    several inputs, and a dict inputs by name."""
+    targets: Tree
+    """[n, …], as the loss takes them: class indices int64 [n], or probabilities or values float32 [n, m]; or a tree."""
 
 
 class DataError(Exception):
@@ -37,8 +38,8 @@ class DataError(Exception):
 class Samples(ABC):
     """A data set that orders, augments and batches its samples; there is no collate function."""
 
-    shape: tuple[int, ...]
-    """Shape of one input, such as (channels, height, width)."""
+    shape: Tree
+    """Shape of one input, such as (channels, height, width); of several inputs, a tuple or dict of their shapes."""
 
     num_workers: int = 0
     """Number of worker processes that load training batches, in each process of the run."""
@@ -133,9 +134,14 @@ class RegressionSamples(Samples):
         return {"targets": {"mean": self.target_mean, "std": self.target_std}}
 
 
-def copied(tree: Any) -> Any:
+def copied(tree: Tree) -> Tree:
     """Return `tree` with a copy of each tensor, for code of the user, which may change its arguments in place."""
-    return map_leaves(lambda each: each.clone() if isinstance(each, torch.Tensor) else each, tree)
+    return map_tensors(torch.Tensor.clone, tree)
+
+
+def shape_of(inputs: Tree) -> Tree:
+    """Return the shape of one input, given several, [n, …]; see `Samples.shape`."""
+    return map_tensors(lambda each: tuple(each.shape[1:]), inputs)
 
 
 def shard_bounds(length: int, shard: tuple[int, int]) -> tuple[int, int]:

@@ -1,10 +1,14 @@
-"""What users pass as data: data sets, lists, tensors, arrays and tables, in one of two forms."""
+"""What users pass as data: data sets, lists, tensors, arrays and tables, in one of two forms.
+
+A sample is (input, target), each a tensor, an array or a number, or a tuple or dict of them; or a dict, whose `labels`
+or `label` is the target. So are arrays of all samples: (inputs, targets), or a dict.
+"""
 
 from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from numbers import Integral, Real
 from typing import Any
 
@@ -24,6 +28,7 @@ from torch.utils.data import (
 )
 
 from runner.config.errors import ConfigError, check, shortened
+from runner.system.trees import Tree, map_leaves, map_tensors, num_rows, tensors_of
 
 log = logging.getLogger(__name__)
 
@@ -32,8 +37,30 @@ def is_pair(given: Any) -> bool:
     """Return whether something is two data sets; (inputs, targets) and a list of two samples are one."""
     if not isinstance(given, tuple | list) or len(given) != 2:
         return False
-    is_two = all(isinstance(each, Dataset | DataLoader) for each in given)
-    return is_two or (isinstance(given, tuple) and not _are_arrays(given))
+    if all(isinstance(each, Dataset | DataLoader) for each in given):
+        return True
+    return isinstance(given, tuple) and (not _are_arrays(given) or all(map(_is_array_form, given)))
+
+
+def _is_array_form(given: Any) -> bool:
+    """Return whether arrays are the inputs and the targets of a data set."""
+    return (isinstance(given, tuple) and len(given) == 2) or _label_key(given) is not None
+
+
+def _label_key(given: Any) -> str | None:
+    """Return the key of the targets in a dict, as in Hugging Face's; None if it is no dict or has none."""
+    return next((key for key in ("labels", "label") if isinstance(given, Mapping) and key in given), None)
+
+
+def pair(sample: Any, what: str, name: str) -> tuple[Tree, Tree]:
+    """Return (input, target) of a sample or a batch, which messages call `what`, of the data set `name`."""
+    if (key := _label_key(sample)) is not None:
+        return {each: value for each, value in sample.items() if each != key}, sample[key]
+    length = f" of {len(sample)}" if isinstance(sample, tuple | list) else ""
+    why, remedy = f"{what} is {type(sample).__name__}{length}, not (input, target)", "return a pair of tensors, arrays "
+    remedy += "or numbers, or of tuples or dicts of them; or a dict with `labels`"
+    check(isinstance(sample, tuple | list) and len(sample) == 2, "data", name, why, remedy)
+    return sample[0], sample[1]
 
 
 def with_columns_of(train: Any, held_out: Any) -> Any:
@@ -55,32 +82,53 @@ def with_columns_of(train: Any, held_out: Any) -> Any:
     return tuple(parts)
 
 
-def _are_arrays(pair: Iterable[Any]) -> bool:
-    return all(hasattr(each, "__array__") for each in pair)  # of torch, NumPy and pandas
+def _are_arrays(tree: Tree) -> bool:
+    if isinstance(tree, Mapping | tuple) and tree:
+        return all(map(_are_arrays, tree.values() if isinstance(tree, Mapping) else tree))
+    return hasattr(tree, "__array__")  # of torch, NumPy and pandas
+
+
+class Arrays(Dataset):
+    """The samples in tensors, or trees of tensors, which have a row for each."""
+
+    def __init__(self, inputs: Tree, targets: Tree, classes: Any):
+        self.inputs, self.targets, self.classes = inputs, targets, classes
+
+    def __len__(self) -> int:
+        return num_rows(self.targets)
+
+    def __getitem__(self, index: Any) -> tuple[Tree, Tree]:
+        return map_tensors(lambda each: each[index], (self.inputs, self.targets))
 
 
 def map_style(given: Any) -> Any:
-    """Return a `TensorDataset` of inputs and targets, or another map-style data set; refuse what is neither."""
+    """Return `Arrays` of inputs and targets, or another map-style data set; refuse what is neither."""
     name = type(given).__name__
     if isinstance(given, type):
         given = given()
     of = given
     if type(given) is TensorDataset:  # a subclass may change the samples
         given = given.tensors
-    if type(given) is Subset and type(given.dataset) is TensorDataset:
-        given = tuple(tensor[list(given.indices)] for tensor in given.dataset.tensors)
-    if isinstance(given, tuple) and given and _are_arrays(given):
+    if type(given) is Subset and type(given.dataset) in (TensorDataset, Arrays):
+        whole: Any = given.dataset
+        given = whole[list(given.indices)]
+    if isinstance(given, tuple | Mapping) and given and _are_arrays(given):
         why = f"it has {len(given)} arrays, and a sample is (input, target)"
-        remedy = "pass (inputs, targets), or ((inputs, targets), (held-out inputs, held-out targets)); what a loss "
-        remedy += "needs besides can be columns of the targets: torch.column_stack([targets, weights])"
-        check(len(given) == 2, "", name, why, remedy)
-        inputs, targets = map(_tensor, given)
-        why = f"there are {len(inputs)} inputs and {len(targets)} targets"
-        remedy = "pass one target for each input" if len(inputs) else "pass samples; held-out ones are needed as well"
-        check(0 < len(inputs) == len(targets), "", name, why, remedy)
-        made = TensorDataset(single(inputs), targets)
-        made.classes = _classes_of(of)  # pyright: ignore[reportAttributeAccessIssue]
-        return made
+        remedy = (
+            "pass (inputs, targets), or ((inputs, targets), (held-out inputs, held-out targets)); several inputs are "
+        )
+        remedy += "a tuple or a dict, and so are several targets, as in ((images, tables), (classes, weights))"
+        check(_is_array_form(given), "", name, why, remedy)
+        inputs, targets = map_leaves(_tensor, pair(given, "it", name))
+        lengths = [len(each) for each in tensors_of((inputs, targets))]
+        is_plain = isinstance(inputs, torch.Tensor) and isinstance(targets, torch.Tensor)
+        why = f"there are {lengths[0]} inputs and {lengths[-1]} targets"
+        why = why if is_plain else f"the arrays have different lengths: {', '.join(map(str, lengths))}"
+        remedy = "pass one target for each input" if lengths[0] else "pass samples; held-out ones are needed as well"
+        check(lengths[0] > 0 and len({*lengths}) == 1, "", name, why, remedy)
+        return Arrays(map_tensors(single, inputs), targets, _classes_of(of))
+    if isinstance(given, Arrays):
+        return given
     remedy = "pass data sets with __len__ and __getitem__, lists of (input, target), or tensors (inputs, targets)"
     if isinstance(given, DataLoader):
         lost = ", ".join(_choices_of(given))

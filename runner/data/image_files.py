@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -17,8 +18,9 @@ from runner.data.base import Batch, DataError, LabeledSamples, shard_bounds
 from runner.data.decode import normalized, per_channel
 from runner.data.workers import Workers
 from runner.system.accelerator import has_streams
-from runner.system.copy_stream import CopyStream, Tensors, Transfer
+from runner.system.copy_stream import CopyStream, Transfer
 from runner.system.secrets import printable
+from runner.system.trees import Tree, map_tensors
 
 log = logging.getLogger(__name__)
 
@@ -102,7 +104,7 @@ class FileSamples(LabeledSamples):
         if self.pin_memory and not has_streams(device):  # here, as there may be many evaluations
             log.warning("data.pin_memory=true has no effect on device type %s", device.type)
 
-        def load() -> Generator[Tensors]:
+        def load() -> Generator[Tree]:
             for loaded in self.workers.map(self.fetch, jobs):
                 self._replace(loaded)
                 yield loaded.images, torch.tensor(loaded.job.targets)
@@ -124,7 +126,7 @@ class FileSamples(LabeledSamples):
         start, stop = shard_bounds(len(self), shard)
         jobs = (self._job(range(first, min(first + batch_size, stop))) for first in range(start, stop, batch_size))
 
-        def load() -> Generator[Tensors]:
+        def load() -> Generator[Tree]:
             for job, images, failures in self.workers.map(self.fetch, jobs):
                 parts = images, torch.tensor(job.targets), torch.tensor(job.indices)
                 for row, why in failures:
@@ -183,7 +185,7 @@ class FileSamples(LabeledSamples):
             self.skipped[path] = why
             log.warning("skipped %s: %s", printable(path), why)
 
-    def _normalized(self, batches: Generator[Tensors], device: torch.device) -> Iterator[Tensors]:
+    def _normalized(self, batches: Generator[Tree], device: torch.device) -> Iterator[Tree]:
         """Copy each batch to `device` as uint8, a quarter of the size of float32, and normalize its images."""
         mean, std = per_channel(self.mean, device), per_channel(self.std, device)
         for images, *others in to_device(batches, device, self.pin_memory is not False):
@@ -191,9 +193,9 @@ class FileSamples(LabeledSamples):
 
 
 def to_device(
-    batches: Generator[Tensors], device: torch.device, pin_memory: bool = False, backend: Any = None
-) -> Generator[Tensors]:
-    """Yield `batches`, tuples of CPU tensors, after copying them to `device`; ready for use on the current stream.
+    batches: Generator[Tree], device: torch.device, pin_memory: bool = False, backend: Any = None
+) -> Generator[Tree]:
+    """Yield `batches`, trees of CPU tensors, after copying them to `device`; ready for use on the current stream.
 
     For a device with streams, the next batch is copied on a separate one while the model computes, from page-locked
     memory if `pin_memory`. `backend` replaces torch in tests.
@@ -201,13 +203,13 @@ def to_device(
     with closing(batches):
         if backend is None and not has_streams(device):
             for batch in batches:
-                yield tuple(tensor.to(device) for tensor in batch)
+                yield map_tensors(partial(torch.Tensor.to, device=device), batch)
             return
         stream = CopyStream(device, backend or torch)
         pending: deque[Transfer] = deque()
         with closing(stream):
             for batch in batches:
-                pending.append(stream.send(tuple(tensor.pin_memory() for tensor in batch) if pin_memory else batch))
+                pending.append(stream.send(map_tensors(torch.Tensor.pin_memory, batch) if pin_memory else batch))
                 if len(pending) > 1:
                     yield stream.receive(pending.popleft())
             while pending:

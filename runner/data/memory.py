@@ -5,50 +5,58 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 
 from runner.batching import MicroBatch, SampleOrder
 from runner.data.augment import Transform
-from runner.data.base import Batch, LabeledSamples, Samples, copied, shard_bounds
+from runner.data.base import Batch, LabeledSamples, Samples, copied, shape_of, shard_bounds
 from runner.data.decode import normalized, per_channel
 from runner.seeds import sample_seeds, uniforms
+from runner.system.trees import Tree, map_leaves, map_tensors, rows_of, tensors_of
 
 
 @dataclass(eq=False, repr=False)
 class ArraySamples(Samples):
-    """Samples in two tensors of any dtype, `inputs` [n, *shape] and `targets` [n, …], moved to the device when used.
+    """Samples in tensors of any dtype, `inputs` [n, *shape] and `targets` [n, …], moved to the device when used.
+
+    Each is a tensor or a tree of them.
 
     `content` is the `fingerprint`.
     """
 
-    inputs: torch.Tensor
-    targets: torch.Tensor
+    inputs: Tree
+    targets: Tree
     content: str = field(default="", kw_only=True)
 
     def __post_init__(self) -> None:
-        if len(self.inputs) != len(self.targets):
-            raise ValueError(f"there are {len(self.inputs)} inputs, and {len(self.targets)} targets")
-        self.shape = tuple(self.inputs.shape[1:])
+        lengths = {len(tensor) for tensor in tensors_of((self.inputs, self.targets))}
+        if len(lengths) != 1:
+            raise ValueError(f"the inputs and targets have different lengths: {', '.join(map(str, sorted(lengths)))}")
+        [self._length] = lengths
+        self.shape = shape_of(self.inputs)
 
     def __len__(self) -> int:
-        return len(self.targets)
+        return self._length
 
     def batches(self, micros: Iterable[MicroBatch], seed: int, device: torch.device) -> Iterator[Batch]:
         self._move(device)
         order = SampleOrder(len(self), seed, device)
         for micro in micros:
             indices = order.indices(micro.start, micro.stop)
-            inputs = self._augmented(self._normalized(self.inputs.index_select(0, indices)), order, micro, indices)
-            yield Batch(inputs, self.targets.index_select(0, indices))
+            take = partial(torch.Tensor.index_select, dim=0, index=indices)
+            inputs, targets = map_tensors(take, self._parts())
+            inputs = self._augmented(self._normalized(inputs), order, micro, indices)  # the first ones take memory
+            yield Batch(inputs, targets)
 
     def in_order(self, batch_size: int, shard: tuple[int, int], device: torch.device) -> Iterator[Batch]:
         self._move(device)
         start, stop = shard_bounds(len(self), shard)
         for first in range(start, stop, batch_size):
             last = min(first + batch_size, stop)
-            inputs, targets = copied((self.inputs[first:last], self.targets[first:last]))
+            inputs, targets = copied(rows_of(self._parts(), first, last))
             yield Batch(self._normalized(inputs), targets)
 
     def fingerprint(self) -> str:
@@ -60,18 +68,20 @@ class ArraySamples(Samples):
         for each in (self, other):
             each._move(torch.device("cpu"))
         both = copy.copy(self)
-        both.inputs, both.targets = torch.cat((self.inputs, other.inputs)), torch.cat((self.targets, other.targets))
+        both.inputs, both.targets = map_leaves(lambda *each: torch.cat(each), self._parts(), other._parts())
+        both._length = len(self) + len(other)
         return both
 
-    def _move(self, device: torch.device) -> None:
-        self.inputs, self.targets = self.inputs.to(device), self.targets.to(device)
+    def _parts(self) -> tuple[Tree, Tree]:
+        return self.inputs, self.targets
 
-    def _normalized(self, inputs: torch.Tensor) -> torch.Tensor:
+    def _move(self, device: torch.device) -> None:
+        self.inputs, self.targets = map_tensors(lambda each: each.to(device), self._parts())
+
+    def _normalized(self, inputs: Tree) -> Tree:
         return inputs
 
-    def _augmented(
-        self, inputs: torch.Tensor, order: SampleOrder, micro: MicroBatch, indices: torch.Tensor
-    ) -> torch.Tensor:
+    def _augmented(self, inputs: Tree, order: SampleOrder, micro: MicroBatch, indices: torch.Tensor) -> Tree:
         return inputs
 
 

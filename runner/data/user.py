@@ -12,19 +12,20 @@ from typing import Annotated, Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
+from torch.utils.data import Dataset, Subset, default_collate
 
 from runner.batching import MicroBatch, SampleOrder
 from runner.config import user_code
 from runner.config.errors import ABSENT, check, described
 from runner.config.limits import Range
-from runner.data.base import Batch, Data, DataError, Samples, shard_bounds
-from runner.data.forms import class_names, is_pair, map_style, single, with_columns_of
+from runner.data.base import Batch, Data, DataError, Samples, shape_of, shard_bounds
+from runner.data.forms import Arrays, class_names, is_pair, map_style, pair, single, with_columns_of
 from runner.data.generators import generators_of, seed_all
 from runner.data.image_files import to_device
 from runner.data.memory import ArraySamples
 from runner.data.workers import Workers, call_shared
 from runner.seeds import derive, seeded
+from runner.system.trees import Tree, leaves_of, map_tensors, tensors_of
 
 log = logging.getLogger(__name__)
 
@@ -36,8 +37,8 @@ _HASHED = 16
 class UserData(Data):
     """Training and held-out samples, or samples of which a share is held out; see `conf/data/_user.yaml`.
 
-    They are two data sets, or one; or a function that returns them. A data set is a map-style `Dataset`, a list of
-    (input, target), or tensors or arrays (inputs, targets).
+    They are two data sets, or one; or a function that returns them. A data set is a map-style `Dataset` or a list of
+    samples, or arrays of all samples (see `forms`). `collate`, of the user's file, makes a batch of a list of samples.
     """
 
     holdout: Annotated[float, Range(above=0, most=0.9)] = 0.2
@@ -58,30 +59,34 @@ class UserData(Data):
                 sets = [map_style(made[0]), map_style(with_columns_of(*made))]
             else:
                 sets = _split(map_style(made), self.holdout)
-            if all(type(each) is TensorDataset for each in sets):
-                content = _sha256(tensor for each in sets for tensor in each.tensors)
-                train, held_out = (ArraySamples(*each.tensors, content=content) for each in sets)
+            collate = user_code.find("collate")
+            why = "it is no function of a list of samples"
+            check(collate is None or callable(collate), "collate", collate, why, "def collate(samples): …")
+            if collate is None and all(type(each) is Arrays for each in sets):
+                content = _sha256([each[:] for each in sets])
+                train, held_out = (ArraySamples(each.inputs, each.targets, content=content) for each in sets)
             else:
-                fetches = [Fetch(each) for each in sets]
+                fetches = [Fetch(each, collate) for each in sets]
                 some = [fetch.some() for fetch in fetches]
-                content = _sha256(tensor for pair in some for tensor in pair)
+                content = _sha256(some)
                 workers = Workers(self.workers, self.timeout, self.prefetch, fetches if self.workers else None)
                 train, held_out = (DatasetSamples(fetches, number, workers, content) for number in range(2))
-                train.check_draws(some[0], False)
-                held_out.check_draws(some[1], True)
+                train.check_draws(False)
+                held_out.check_draws(True)
                 if count := len(generators_of(sets[0])):
                     log.info("data: %d generators in the data set are seeded for each sample, by the run's seed", count)
             names = [class_names(each) for each in sets]
             train.class_names, held_out.class_names = names  # pyright: ignore[reportAttributeAccessIssue]
-        why = f"a training input has the shape {list(train.shape)}, a held-out one {list(held_out.shape)}"
-        check(train.shape == held_out.shape, "", ABSENT, why, "let both data sets have inputs of one shape")
+        why = f"a training input has the shape {_in_words(train.shape)}, a held-out one {_in_words(held_out.shape)}"
+        is_same = train.shape == held_out.shape or collate is not None  # which may pad each batch to another length
+        check(is_same, "", ABSENT, why, "let both data sets have inputs of one shape")
         first, second = names
         why = f"training samples have the classes {first}, held-out ones {second}: targets mean different classes"
         remedy = "let both have the same classes: ImageFolder(…, allow_empty=True) with an empty directory for a class"
         check(not first or second == first[: len(second)], "", ABSENT, why, remedy)
         for kind, samples in (("training", train), ("held-out", held_out)):
             parts = {"inputs": samples.inputs, "targets": samples.targets} if isinstance(samples, ArraySamples) else {}
-            for name, values in parts.items():
+            for name, values in leaves_of(parts):
                 if wrong := int((~values.isfinite()).view(len(values), -1).any(1).sum()):
                     text = "data: %d of %d %s %s have values that are NaN or infinite"
                     log.warning(text, wrong, len(values), kind, name)
@@ -97,9 +102,13 @@ def _split(given: Any, holdout: float) -> list[Any]:
     return [map_style(Subset(given, sorted(rows.tolist()))) for rows in (order[num_held_out:], order[:num_held_out])]
 
 
-def _sha256(tensors: Iterable[torch.Tensor]) -> str:
+def _in_words(shape: Tree) -> Any:
+    return list(shape) if isinstance(shape, tuple) else shape
+
+
+def _sha256(tree: Tree) -> str:
     digest = hashlib.sha256()
-    for tensor in tensors:
+    for tensor in tensors_of(tree):
         digest.update(f"{tensor.dtype} {tuple(tensor.shape)} ".encode())
         digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
@@ -113,52 +122,78 @@ class Job(NamedTuple):
 
 
 class Fetch:
-    """Loads batches of a map-style data set.
+    """Loads batches of a map-style data set, as (inputs, targets); by default, samples are stacked.
 
-    While a sample is loaded, `random`, NumPy, torch and the generators of the data set draw from its seed.
+    While a sample is loaded, `random`, NumPy, torch and the generators of the data set draw from its seed; while
+    samples are collated, from that of the first.
     """
 
-    def __init__(self, dataset: Any):
-        self.dataset = dataset
+    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any] | None = None):
+        self.dataset, self.collate = dataset, collate
 
-    def __call__(self, job: Job) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(self, job: Job) -> tuple[Tree, Tree]:
         with seeded(0):
             generators = generators_of(self.dataset)  # now, as the data set may have made some since the last batch
             pairs = zip(job.indices, job.seeds, strict=True)
             samples = [self._sample(index, seed, generators) for index, seed in pairs]
+            if self.collate is not None:
+                return self._collated(samples, job.seeds[0], generators)
         name = type(self.dataset).__name__
         for index, sample in zip(job.indices, samples, strict=True):
-            is_pair = isinstance(sample, tuple | list) and len(sample) == 2
-            length = f" of {len(sample)}" if isinstance(sample, tuple | list) else ""
-            why = f"sample {index} is {type(sample).__name__}{length}, not (input, target)"
-            check(is_pair, "data", name, why, "return a pair of tensors, arrays or numbers from __getitem__")
+            pair(sample, f"sample {index}", name)
             why = f"sample {index} has masked values, which would be replaced by what is below the mask"
-            check(not any(map(np.ma.is_masked, sample)), "data", name, why, "replace them: array.filled(value)")
+            is_masked = any(np.ma.is_masked(leaf) for _, leaf in leaves_of(sample))
+            check(not is_masked, "data", name, why, "replace them: array.filled(value)")
         try:
-            inputs, targets = default_collate(samples)
+            inputs, targets = pair(default_collate(samples), "a batch", name)
         except (RuntimeError, TypeError) as error:
-            why = f"its samples cannot be stacked: {error}"
-            raise DataError(name, why, "let all samples have one shape and dtype") from None
-        kinds = " and ".join(type(each).__name__ for each in (inputs, targets) if not isinstance(each, torch.Tensor))
-        check(not kinds, "data", name, f"its inputs or targets are {kinds}", "return tensors, arrays or numbers")
-        return single(inputs), targets
+            shapes = [shape for sample in samples for shape in sorted({*_shapes(sample)})]
+            why = f"its samples cannot be stacked ({', '.join(dict.fromkeys(shapes))}): {error}"
+            remedy = "let all samples have one shape and dtype, or define collate(samples) beside the data, which pads"
+            raise DataError(name, why, remedy) from None
+        kinds = {type(leaf).__name__ for _, leaf in leaves_of((inputs, targets)) if not isinstance(leaf, torch.Tensor)}
+        why = f"its inputs or targets are {' and '.join(sorted(kinds))}"
+        check(not kinds, "data", name, why, "return tensors, arrays or numbers, or define collate(samples)")
+        return map_tensors(single, inputs), targets
 
-    def some(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def _collated(self, samples: list[Any], seed: int, generators: list[Any]) -> tuple[Tree, Tree]:
+        _seed(seed, generators)
+        assert self.collate is not None
+        try:
+            batch = self.collate(samples)
+        except Exception as error:
+            remedy = f"correct collate{user_code.place(self.collate)}; log.txt has the traceback"
+            raise DataError("collate", described(error), remedy) from error
+        inputs, targets = pair(batch, "what collate returns", type(self.dataset).__name__)
+        why = f"it returns no tensors{user_code.place(self.collate)}"
+        check(bool(tensors_of(inputs)), "collate", ABSENT, why, "return tensors, of all samples in the list")
+        return map_tensors(single, inputs), targets
+
+    def some(self) -> tuple[Tree, Tree]:
         """Return a few samples from the whole data set."""
         count = len(self.dataset)
         indices = [*range(0, count, -(-count // _HASHED))]
         return self(Job(indices, indices))
 
     def _sample(self, index: int, seed: int, generators: list[Any]) -> Any:
-        torch.default_generator.manual_seed(seed)
-        random.seed(seed)
-        np.random.seed(seed & 0xFFFFFFFF)
-        seed_all(generators, seed)
+        _seed(seed, generators)
         try:
             return _item(self.dataset, index)
         except Exception as error:
             remedy = "correct its __getitem__; log.txt has the traceback"
             raise DataError(f"sample {index} of {type(self.dataset).__name__}", described(error), remedy) from error
+
+
+def _seed(seed: int, generators: list[Any]) -> None:
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+    seed_all(generators, seed)
+
+
+def _shapes(sample: Any) -> Iterator[str]:
+    for name, leaf in leaves_of(sample):
+        yield f"{name} {list(leaf.shape) if hasattr(leaf, 'shape') else type(leaf).__name__}"
 
 
 def _item(dataset: Any, index: int) -> Any:
@@ -192,14 +227,14 @@ class DatasetSamples(Samples):
         self._load: Callable[[Any], Any] = partial(call_shared, number) if workers.count else fetches[number]
         self.num_workers = workers.count
         self.example = Batch(*self.fetch(Job([0], [0])))
-        self.shape = tuple(self.example.inputs.shape[1:])
+        self.shape = shape_of(self.example.inputs)
 
-    def check_draws(self, some: tuple[torch.Tensor, torch.Tensor], held_out: bool) -> None:
-        """Say it in a line if the first of `some` samples is another when it is read again with its seed.
+    def check_draws(self, held_out: bool) -> None:
+        """Say it in a line if the first sample is another when it is read again with its seed.
 
         If samples are held out, also if it is another with another seed.
         """
-        if _sha256(each[:1] for each in some) != _sha256(self.example):
+        if _sha256(self.fetch(Job([0], [0]))) != _sha256(self.example):
             text = "data: sample 0 of %s is another each time that it is read, with the same seeds: workers may repeat "
             text += "its numbers, and a resume has others; draw from random, numpy.random, torch, or a generator in it"
             log.warning(text, type(self.fetch.dataset).__name__)
@@ -220,7 +255,7 @@ class DatasetSamples(Samples):
     def fake_batches(self, micros: Iterable[MicroBatch], device: torch.device) -> Iterator[Batch]:
         for micro in micros:
             n = micro.stop - micro.start
-            yield Batch(*(each.new_zeros(n, *each.shape[1:]).to(device) for each in self.example))
+            yield map_tensors(lambda each: each.new_zeros(n, *each.shape[1:]).to(device), self.example)  # noqa: B023
 
     def in_order(self, batch_size: int, shard: tuple[int, int], device: torch.device) -> Iterator[Batch]:
         start, stop = shard_bounds(len(self), shard)
@@ -229,7 +264,7 @@ class DatasetSamples(Samples):
 
     def joined(self, other: Samples) -> Samples:
         assert isinstance(other, DatasetSamples)
-        both = Fetch(Joined(self.fetch.dataset, other.fetch.dataset))
+        both = Fetch(Joined(self.fetch.dataset, other.fetch.dataset), self.fetch.collate)
         return DatasetSamples([both], 0, Workers(0), self._content)
 
     def fingerprint(self) -> str:

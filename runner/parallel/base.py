@@ -22,6 +22,7 @@ from runner.parallel.launch.cluster import external_world_size
 from runner.parallel.launch.processes import Launcher
 from runner.parallel.session import Session
 from runner.system.section_timer import timer
+from runner.system.trees import Tree, call
 from runner.tracking.metrics import BatchSums, MetricSums
 
 
@@ -90,7 +91,7 @@ class Parallel:
         """Return a context for the forward and the backward pass of `micro`, in which the mode may measure the step."""
         return nullcontext()
 
-    def accumulate(self, model: torch.nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> BatchSums:
+    def accumulate(self, model: torch.nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> BatchSums | None:
         """Run the forward and the backward pass of a micro-batch, and add its weighted gradients to `grad`.
 
         Args:
@@ -100,8 +101,8 @@ class Parallel:
             log_due: whether this step is logged; if so, the mode may measure it.
 
         Returns:
-            The sums of `workload.train_metrics` over the micro-batch: float32 [num_metrics], on the device. A rank
-            without the loss, as in a pipeline, returns zeros.
+            The sums and counts of the training metrics over the micro-batch, on the device; None on a rank without the
+            loss, as in a pipeline.
         """
         workload, precision = self._session.workload, self._session.precision
         with timer.section("forward"), precision.autocast():
@@ -109,6 +110,20 @@ class Parallel:
         with timer.section("backward"):
             precision.backward(loss * micro.weight if micro.weight != 1 else loss)
         return sums
+
+    def divide_gradients(self, model: torch.nn.Module, count: torch.Tensor) -> None:
+        """Divide the gradients, which are those of a loss per sample, by the mean count per sample.
+
+        `count`, a scalar on the device, is that of this process: the processes that share the batch add up theirs.
+        """
+        plan = self._session.plan
+        if plan.data_shard[1] > 1 or plan.splits_network:
+            count = self._session.collectives.all_reduce({"count": count})["count"]
+        factor = plan.batch_size / count
+        for parameter in trainable(model):
+            if parameter.grad is not None:
+                gradient = full_state.local_part(parameter.grad)
+                gradient.mul_(factor.to(gradient.device, non_blocking=True))
 
     def clip_gradients(self, model: torch.nn.Module, max_norm: float | None) -> torch.Tensor:
         """Clip the gradients to `max_norm`, if given; return their norm before, over the whole model, on the device."""
@@ -129,10 +144,10 @@ class Parallel:
         sums = self._session.collectives.all_reduce(self._sums(partial(self._infer, model)))
         return self._session.workload.summarize(sums), sums
 
-    def _infer(self, model: torch.nn.Module, inputs: torch.Tensor) -> torch.Tensor:
-        return model(inputs)
+    def _infer(self, model: torch.nn.Module, inputs: Tree) -> Any:
+        return call(model, inputs)
 
-    def _sums(self, infer: Callable[[torch.Tensor], torch.Tensor]) -> MetricSums:
+    def _sums(self, infer: Callable[[Tree], Any]) -> MetricSums:
         session = self._session
         with torch.no_grad(), session.precision.autocast():
             return session.workload.evaluate(infer, session.plan.eval_shard, session.device)

@@ -85,7 +85,7 @@ class DDP(MultiProcess):
 
         return None, getattr(default_hooks, f"{self.compression}_compress_hook")
 
-    def accumulate(self, model: torch.nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> BatchSums:
+    def accumulate(self, model: torch.nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> BatchSums | None:
         # DDP averages over the processes, but the weights of their micro-batches already add up to one.
         micro = micro._replace(weight=micro.weight * self._session.world_size)
         with nullcontext() if micro.is_last else self._replica.no_sync():

@@ -14,6 +14,7 @@ from runner.device import Device
 from runner.parallel.base import Parallel
 from runner.parallel.launch.processes import Launcher
 from runner.parallel.session import Session
+from runner.system.trees import Tree
 from runner.tracking.metrics import BatchSums
 
 log = logging.getLogger(__name__)
@@ -49,8 +50,8 @@ class DP(Parallel):
             self._replicas = torch.nn.DataParallel(model, [each.index for each in devices])
         return model
 
-    def accumulate(self, model: torch.nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> BatchSums:
+    def accumulate(self, model: torch.nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> BatchSums | None:
         return super().accumulate(self._replicas, batch, micro, log_due)
 
-    def _infer(self, model: torch.nn.Module, inputs: torch.Tensor) -> torch.Tensor:
-        return self._replicas(inputs)
+    def _infer(self, model: torch.nn.Module, inputs: Tree) -> Any:
+        return super()._infer(self._replicas, inputs)

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
 from runner.batching import MicroBatch, Plan
 from runner.config.errors import check
@@ -21,7 +20,7 @@ from runner.parallel.collectives import Collectives
 from runner.parallel.compiling import compile_in_place, modules_of_blocks, refuse_step
 from runner.parallel.multiprocess import MultiProcess, finds_unused
 from runner.parallel.session import Session
-from runner.system.trees import map_leaves
+from runner.system.trees import call, map_tensors
 from runner.tracking.metrics import BatchSums, MetricSums
 
 if TYPE_CHECKING:
@@ -64,7 +63,7 @@ class FSDP(MultiProcess):
 
         device = session.device
         if session.channels_last:  # images only: FSDP2 cannot shard weights in this memory format
-            model.register_forward_pre_hook(_inputs_to_channels_last)
+            model.register_forward_pre_hook(_inputs_to_channels_last, with_kwargs=True)
         if self.offload and device.type == "cpu":
             log.warning("parallel.offload has no effect: without a GPU the shards are in host memory anyway")
         model.to(device)
@@ -99,7 +98,7 @@ class FSDP(MultiProcess):
         compile_in_place(model, session.compile)
         return model
 
-    def accumulate(self, model: torch.nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> BatchSums:
+    def accumulate(self, model: torch.nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> BatchSums | None:
         cast("FSDPModule", model).set_requires_gradient_sync(micro.is_last)
         # FSDP averages over the processes, but the weights of their micro-batches already add up to one.
         micro = micro._replace(weight=micro.weight * self._session.world_size)
@@ -127,12 +126,12 @@ class FSDP(MultiProcess):
 
     def _infer(self, model: torch.nn.Module, inputs: Any) -> Any:
         """Return the outputs for `inputs`. If only others have some, make a pass of zeros; if none has, return None."""
-        spec = None if inputs is None else map_leaves(lambda each: torch.empty_like(each, device="meta"), inputs)
+        spec = None if inputs is None else map_tensors(lambda each: torch.empty_like(each, device="meta"), inputs)
         specs = [each for each in self._session.collectives.all_gather(spec) if each is not None]
         if not specs:
             return None
         zeros = partial(torch.zeros_like, device=self._session.device)
-        return model(map_leaves(zeros, specs[0]) if inputs is None else copied(inputs))
+        return call(model, map_tensors(zeros, specs[0]) if inputs is None else copied(inputs))
 
 
 class GatheredParameters:
@@ -185,9 +184,9 @@ def _blocks_without_tied_weights(model: torch.nn.Module) -> list[torch.nn.Module
     return [block for block in modules_of_blocks(model) if num_names(block).items() <= everywhere.items()]
 
 
-def _inputs_to_channels_last(_: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+def _inputs_to_channels_last(_: torch.nn.Module, inputs: Any, options: Any) -> Any:
     def converted(x: torch.Tensor) -> torch.Tensor:
         is_image = x.dim() == 4 and x.layout == torch.strided
         return x.contiguous(memory_format=torch.channels_last) if is_image else x
 
-    return tree_map_only(torch.Tensor, converted, inputs)
+    return map_tensors(converted, (inputs, options))

@@ -147,6 +147,11 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the shard of a `DTensor` that this rank has, which shares its memory; any other tensor unchanged."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def shard_like(like: Any, tensor: Any) -> Any:
     """Return the full `tensor`, sharded in the same way as `like`; other values as they are."""
     if not hasattr(like, "device_mesh"):

@@ -14,8 +14,10 @@ from runner.device import Device
 from runner.parallel.base import Parallel, move
 from runner.parallel.compiling import compile_in_place, refuse_step
 from runner.parallel.launch.processes import Launcher
-from runner.parallel.pipelining.partition import Partition, first_inputs, supervised
+from runner.parallel.pipelining.partition import Blocks, Partition, first_inputs, supervised
 from runner.parallel.session import Session
+from runner.system.trees import Tree, call, map_tensors
+from runner.tracking.metrics import BatchSums
 
 log = logging.getLogger(__name__)
 
@@ -52,26 +54,30 @@ class ModelParallel(Partition, Parallel):
             self._stages: list[torch.nn.Module] = [super()._place(model, session)]
             return model
         _, starts = self.profiled(model, first_inputs(model, session), session, len(devices))
-        stages = [torch.nn.Sequential(*blocks) for blocks in self.cut(model, starts)]
+        stages = [Blocks(blocks) for blocks in self.cut(model, starts)]
         move(model, device, session.channels_last)
         for stage, place in zip(stages, devices, strict=True):
             stage.to(place)
-            compile_in_place(stage, session.compile, list(stage))
+            compile_in_place(stage, session.compile, list(stage.blocks))
         session.precision.convert(stages[0])  # the inputs are passed to the first stage, not to the whole network
         self._stages = list(stages)
         return model
 
-    def _forward(self, x: torch.Tensor) -> torch.Tensor:
-        for stage, device in zip(self._stages, self._session.devices, strict=True):
+    def _forward(self, *inputs: Any, **options: Any) -> torch.Tensor:
+        first, *others = self._stages
+        x = first(*inputs, **options)
+        for stage, device in zip(others, self._session.devices[1:], strict=True):
             x = stage(x.to(device, non_blocking=True))
         return x
 
-    def accumulate(self, model: torch.nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> torch.Tensor:
-        moved = batch._replace(targets=batch.targets.to(self._session.devices[-1], non_blocking=True))
+    def accumulate(self, model: torch.nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> BatchSums | None:
+        last = self._session.devices[-1]
+        moved = batch._replace(targets=map_tensors(lambda each: each.to(last, non_blocking=True), batch.targets))
         stages: Any = self._forward
         if (loss := self._session.workload.loss_module()) is not None:
-            loss.to(moved.targets.device)
-        return super().accumulate(stages, moved, micro, log_due).to(self._session.device, non_blocking=True)
+            loss.to(last)
+        sums = super().accumulate(stages, moved, micro, log_due)
+        return None if sums is None else sums.to(self._session.device, non_blocking=True)
 
-    def _infer(self, model: torch.nn.Module, inputs: torch.Tensor) -> torch.Tensor:
-        return self._forward(inputs).to(inputs.device)
+    def _infer(self, model: torch.nn.Module, inputs: Tree) -> torch.Tensor:
+        return call(self._forward, inputs).to(self._session.device)

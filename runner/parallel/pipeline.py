@@ -36,8 +36,9 @@ from runner.parallel.pipelining.timeline import Span, Timeline, bubble, gantt
 from runner.parallel.session import Session
 from runner.storage.state_dict import with_versions
 from runner.system.section_timer import timer
+from runner.system.trees import Tree
 from runner.tracking.image_grids import png
-from runner.tracking.metrics import MetricSums
+from runner.tracking.metrics import BatchSums, MetricSums
 
 log = logging.getLogger(__name__)
 
@@ -135,10 +136,10 @@ class Pipeline(Partition, MultiProcess):
         def profiles_and_starts() -> tuple[list[tuple], list[int]]:
             inputs = first_inputs(model, session, session.plan.chunk_size)
             profiles, starts = self.profiled(model, inputs, session, count)
-            return [("inputs", 0.0, tuple(inputs.shape[1:]), inputs.dtype), *map(tuple, profiles)], starts
+            return [*map(tuple, profiles)], starts
 
         sent, starts = session.collectives.from_rank_0(profiles_and_starts)  # by one process, as measured times differ
-        inputs, *profiles = (BlockProfile(*each) for each in sent)
+        profiles = [BlockProfile(*each) for each in sent]
         stages = self.cut(model, starts)
         size = session.plan.chunk_size
         if session.plan.chunks == 1:
@@ -166,7 +167,7 @@ class Pipeline(Partition, MultiProcess):
 
         self._engine: Any
         if self.in_processes:
-            activations = [inputs, *(profiles[stop - 1] for stop in accumulate(map(len, stages)))]
+            activations = [profiles[stop - 1] for stop in accumulate(map(len, stages))]
             rest = session.plan, session.device, self._timeline
             self._engine = ProcessEngine(placed, activations, self.schedule, *rest)
         else:
@@ -183,16 +184,16 @@ class Pipeline(Partition, MultiProcess):
         session.precision.scaled(torch.zeros((), device=session.device))
         return model
 
-    def accumulate(self, model: torch.nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> torch.Tensor:
+    def accumulate(self, model: torch.nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> BatchSums | None:
         session, workload, precision = self._session, supervised(self._session.workload), self._session.precision
         device, share = session.device, micro.weight / session.plan.chunks
         sums: list[torch.Tensor] = []
 
-        def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        def loss(outputs: torch.Tensor, targets: Tree) -> torch.Tensor:
             if (module := workload.loss_module()) is not None:
-                module.to(targets.device)
+                module.to(outputs.device)
             with precision.autocast():
-                value, of_chunk = workload.loss_of(outputs, copied(targets))  # as in `_TimedStage`
+                value, of_chunk = workload.loss_of(outputs, copied(targets))  # as in `_FirstStage`
             sums.append(of_chunk.to(device, non_blocking=True))
             return precision.scaled(value * share)
 
@@ -204,7 +205,7 @@ class Pipeline(Partition, MultiProcess):
         if micro.is_last and self.batch_norm == "defer":
             batch_norm.update(model)
         # Only the process of the last stage has sums, so the sums over all processes are the sums of the batch.
-        return torch.stack(sums).sum(0) if sums else torch.zeros(len(workload.train_metrics), device=device)
+        return torch.stack(sums).sum(0) if sums else None
 
     def clip_gradients(self, model: torch.nn.Module, max_norm: float | None) -> torch.Tensor:
         norm, parameters = super().clip_gradients(model, None), trainable(model)

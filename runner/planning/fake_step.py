@@ -32,6 +32,7 @@ from runner.planning.step_tracker import OWN_FLOPS, Costs, StepTracker
 from runner.run import Run
 from runner.state import State
 from runner.system.fake_tensors import fake_process_group, fake_tensors
+from runner.system.trees import call, map_tensors, tensors_of
 from runner.tracking.log_file import quiet
 from runner.training import prepare, torch_refusals, train_step
 from runner.workloads.base import Workload
@@ -128,12 +129,13 @@ def block_flops(run: Run, session: Session) -> dict[str, int]:
         session = dataclasses.replace(session, collectives=Collectives([torch.device("cpu")]), workload=workload)
         run.precision.prepare(session.device)
         model = run.precision.convert(workload.build_model())
+        dtype = next(model.parameters()).dtype
         x = first_inputs(model, session, session.plan.chunk_size)
-        x = x.to(next(model.parameters()).dtype) if x.is_floating_point() else x
+        x = map_tensors(lambda each: each.to(dtype) if each.is_floating_point() else each, x)
         for name, block in blocks_of(model):
             with FlopCounterMode(display=False, custom_mapping=OWN_FLOPS) as counter:
                 with run.precision.autocast():
-                    x = block(x.detach().requires_grad_(bool(found)))
+                    x = call(block, x.detach().requires_grad_() if found else x)
                 if x.requires_grad:
                     x.backward(torch.ones_like(x))
             found[name] = counter.get_total_flops()
@@ -217,8 +219,7 @@ def _planned(workload: Workload, tracker: StepTracker) -> Workload:
     for name, value in vars(copied).items():
         if isinstance(value, Samples):
             setattr(copied, name, _planned_samples(value))
-            tensors = [each for each in vars(value).values() if isinstance(each, torch.Tensor) and not each.is_meta]
-            tracker.current["data"] += sum(each.nbytes for each in tensors)
+            tracker.current["data"] += sum(each.nbytes for each in tensors_of(vars(value)) if not each.is_meta)
 
     real_batches = copied.batches
 

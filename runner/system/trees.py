@@ -1,13 +1,16 @@
-"""Outputs of any structure: tensors, nested in mappings, lists, tuples, named tuples and dataclasses."""
+"""Samples and outputs of any structure: tensors, nested in mappings, lists, tuples, named tuples and dataclasses."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
+
+Tree: TypeAlias = Any
+"""A tensor, or tensors and other values that are nested."""
 
 
 def map_leaves(function: Callable[..., Any], *trees: Any) -> Any:
@@ -35,6 +38,33 @@ def map_leaves(function: Callable[..., Any], *trees: Any) -> Any:
                 object.__setattr__(mapped, field.name, value)  # it may be frozen
         return mapped
     return function(*trees)
+
+
+def map_tensors(function: Callable[[torch.Tensor], Any], tree: Tree) -> Tree:
+    """Return a tree as that of `map_leaves`, in which leaves that are no tensors are the same."""
+    return map_leaves(lambda leaf: function(leaf) if isinstance(leaf, torch.Tensor) else leaf, tree)
+
+
+def tensors_of(tree: Tree) -> list[torch.Tensor]:
+    """Return the tensors among the leaves of a tree."""
+    return [leaf for _, leaf in leaves_of(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def call(function: Callable[..., Any], inputs: Tree) -> Any:
+    """Call a network with one input, with a tuple or list of several, or with a dict of those that have names."""
+    if isinstance(inputs, Mapping):
+        return function(**inputs)
+    return function(*inputs) if isinstance(inputs, tuple | list) else function(inputs)
+
+
+def num_rows(tree: Tree) -> int:
+    """Return the length of the first tensor in a tree that has dimensions; of none, that of the tree itself."""
+    return len(next((each for each in tensors_of(tree) if each.dim()), tree))
+
+
+def rows_of(tree: Tree, start: int, stop: int) -> Tree:
+    """Return the rows [start, stop) of each tensor, which has one for each sample, unless it has no dimensions."""
+    return map_tensors(lambda each: each[start:stop] if each.dim() else each, tree)
 
 
 def leaves_of(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import torch
 
 from runner.config.errors import ABSENT, check
-from runner.device import synchronize
+from runner.device import sum_dtype, synchronize
 from runner.system.section_timer import timer
 
 MetricSums = dict[str, Any]
@@ -22,22 +22,30 @@ What cannot be added is in lists of plain values and tensors, which are joined i
 """
 
 BatchSums: TypeAlias = "torch.Tensor"
-"""The sums of the training metrics over a micro-batch, float32 [num_metrics]."""
+"""The sums and the counts of the training metrics over a micro-batch, [2, num_metrics] in the `sum_dtype`."""
 
 
-def batch_sums(loss: torch.Tensor, metrics: torch.Tensor) -> BatchSums:
-    """Return the metric sums of n samples with the mean loss `loss`; `metrics` are the others, [n, num_metrics − 1]."""
+def batch_sums(loss: torch.Tensor, metrics: torch.Tensor, count: torch.Tensor | None = None) -> BatchSums:
+    """Return the metric sums of n samples; `loss` is the mean loss, or the sum divided by n of a loss with a `count`.
+
+    `metrics` are the others, [n, num_metrics − 1], whose count is n.
+    """
     why = f"its sample_metrics returns the shape {list(metrics.shape)} for {len(metrics)} samples"
     check(metrics.dim() == 2, "workload", ABSENT, why, "return [n, number of metrics without the loss]")
-    totals = metrics.sum(0, dtype=None if metrics.is_floating_point() else torch.float32)
-    return torch.cat((loss.float()[None] * len(metrics), totals.float()))
+    n, dtype = len(metrics), sum_dtype(loss.device)
+    sums = torch.cat((loss.to(dtype)[None] * n, metrics.sum(0, dtype=dtype)))
+    counts = torch.full_like(sums, n)
+    return torch.stack((sums, counts if count is None else torch.cat((count.to(dtype)[None], counts[1:]))))
 
 
 class DivergedError(Exception):
-    """Raised when the loss, another metric, or a value of the model or the optimizer state is not finite at `step`."""
+    """Raised when the loss, another metric, or a value of the model or the optimizer state is not finite at `step`.
 
-    def __init__(self, step: int, what: str):
-        super().__init__(f"{what} is not finite at step {step}")
+    It is also raised if the count, by which the loss of the step is divided, is not positive.
+    """
+
+    def __init__(self, step: int, what: str, why: str = "is not finite"):
+        super().__init__(f"{what} {why} at step {step}")
         self.step, self.what = step, what
 
 
@@ -45,44 +53,54 @@ class MetricBuffer:
     """The metric sums of each training step, or round of steps (see `Step`), since the last log.
 
     The sums stay on the device until a log or a checkpoint is due, so that the host does not wait for the device after
-    every step. Each step has its sums, so that `peek` finds the first that is not finite. The first of the names is
-    that of the loss.
+    every step. Each step has its sums, so that `peek` finds the first that is not finite. The first of the names, which
+    may be set later, is that of the loss.
     """
 
     def __init__(self, names: Sequence[str], device: torch.device | str = "cpu"):
-        self._names = ["the loss", *(f"train/{name}" for name in names[1:])]
-        self._metrics, self._checked = names, False
+        self.names, self._dtype = tuple(names), sum_dtype(torch.device(device))
         self._step: list[BatchSums] = []  # of the micro-batches of the current step
-        self._rows = [torch.zeros(0, len(names), device=device)]  # of the steps before, several in each table
+        self._rows = [torch.zeros(0, 2, len(names), dtype=self._dtype, device=device)]  # several in each table
         self._steps = array("q")
 
     def load(self, rows: torch.Tensor, step: int) -> None:
         """Replace the content of the buffer with this rank's share of the metric sums in the checkpoint of `step`.
 
-        `rows` are those of each step or round (see `Collectives.local_share`), float32 [num_rows, num_metrics].
+        `rows` are those of each step or round (see `Collectives.local_share`), [num_rows, 2, num_metrics].
         """
         self._rows, self._steps = [rows.to(self._rows[0])], array("q", [step] * len(rows))
 
-    def add(self, sums: BatchSums) -> None:
-        """Add the sums of a micro-batch to the current step; raise `ConfigError` if the first ones do not fit."""
-        if not self._checked:
-            shape, remedy = list(sums.shape), "name each of them in `train_metrics`, the loss first"
-            why = f"its metric sums have the shape {shape}, but its metrics are {', '.join(self._metrics)}"
-            check(shape == [len(self._metrics)], "workload", ABSENT, why, remedy)
-            self._checked = True
-        self._step.append(sums)
+    def add(self, sums: BatchSums | None) -> None:
+        """Add the sums of a micro-batch, if this rank has some, to the current step."""
+        if sums is not None:
+            self._step.append(sums)
 
-    def end_step(self, step: int) -> None:
-        """End the current step, after the sums of all its micro-batches have been added; `step` is its number."""
-        sums = self._step or [self._rows[0].new_zeros(len(self._metrics))]
-        self._rows.append(sums[0][None] if len(sums) == 1 else torch.stack(sums).sum(0, keepdim=True))
+    def end_step(self, step: int) -> BatchSums:
+        """End the current step, after the sums of all its micro-batches have been added; `step` is its number.
+
+        Returns:
+            The sums of this rank over the step.
+
+        Raises:
+            ConfigError: if sums are not those of the names.
+        """
+        empty = torch.zeros(2, len(self.names), dtype=self._dtype, device=self._rows[0].device)
+        if self._rows[0].shape[1:] != empty.shape:  # the first step: those of a checkpoint may be of another loss
+            self._rows, self._steps = [empty[None][:0]], array("q")
+        for sums in self._step[:1]:
+            why = f"its metric sums have the shape {list(sums.shape)}, but its metrics are {', '.join(self.names)}"
+            remedy = "name each of them in `train_metrics`, the loss first"
+            check(sums.shape == empty.shape, "workload", ABSENT, why, remedy)
+        sums = torch.stack(self._step).sum(0) if len(self._step) > 1 else self._step[0] if self._step else empty
+        self._rows.append(sums[None])
         self._steps.append(step)
         self._step = []
         if len(self._rows) > 64:  # a tensor takes a kilobyte, and a row of a table a few bytes
             self._rows = [torch.cat(self._rows)]
+        return sums
 
     def peek(self, all_reduce: Callable[[MetricSums], MetricSums]) -> torch.Tensor:
-        """Wait for the device, and return the sums over all ranks, float32 [num_rows, num_metrics] on the CPU.
+        """Wait for the device, and return the sums over all ranks, [num_rows, 2, num_metrics] on the CPU.
 
         Raises:
             DivergedError: if a sum is not finite. It names the first such step; if the processes divide the steps among
@@ -93,17 +111,21 @@ class MetricBuffer:
         if not self._steps:
             return table.cpu()
         values = all_reduce({"train": table})["train"].cpu()
-        broken = values.isfinite().logical_not()
+        if (empty := values[:, 1, 0] <= 0).any():
+            row = int(empty.nonzero()[0])
+            raise DivergedError(self._steps[row], "the loss", f"has the count {values[row, 1, 0]:g}, and no mean")
+        broken = values.isfinite().logical_not().any(1)
         if broken.any():
             row, metric = broken.nonzero()[0].tolist()
-            raise DivergedError(self._steps[row], self._names[metric])
+            name = f"train/{self.names[metric]}" if metric else "the loss"
+            raise DivergedError(self._steps[row], name)
         return values
 
-    def flush(self, all_reduce: Callable[[MetricSums], MetricSums]) -> torch.Tensor:
-        """Call `peek`, empty the buffer, and return the sums."""
-        values = self.peek(all_reduce)
+    def flush(self, all_reduce: Callable[[MetricSums], MetricSums]) -> dict[str, float]:
+        """Call `peek`, empty the buffer, and return the mean of each metric, its sum divided by its count, by name."""
+        sums, counts = self.peek(all_reduce).double().sum(0)
         self._rows, self._steps = [self._rows[0][:0]], array("q")
-        return values
+        return dict(zip(self.names, (sums / counts).tolist(), strict=True))
 
 
 class StepTimer:

@@ -25,14 +25,14 @@ from runner.config.schema import component_fields
 from runner.data.base import copied, shard_bounds
 from runner.models.layers import normalizes_batches
 from runner.parallel.collectives import Collectives
-from runner.parallel.full_state import full_tensor
+from runner.parallel.full_state import full_tensor, local_part
 from runner.parallel.session import Session
 from runner.precision import Double
 from runner.result import Result
 from runner.run import Run, build_run
 from runner.seeds import random_states
 from runner.state import State
-from runner.system.trees import leaves_of
+from runner.system.trees import leaves_of, rows_of, tensors_of
 from runner.tracking.log_file import quiet
 from runner.tracking.metrics import DivergedError, MetricSums
 from runner.training import prepare, step_function, torch_refusals
@@ -158,7 +158,7 @@ def record(
             is_in_place = parameter._version != version
             if is_in_place and parameter.requires_grad:
                 written.add(name)
-            elif is_in_place or address != _local(parameter).data_ptr() or not bits.equal(_bits(parameter)):
+            elif is_in_place or address != local_part(parameter).data_ptr() or not bits.equal(_bits(parameter)):
                 replaced.add(name)
 
     state.optimizer.register_step_pre_hook(before_update)
@@ -170,12 +170,13 @@ def record(
     for step in plan.steps(0, session.num_steps):
         samples.append([])
         named = state.model.named_parameters()
-        weights = {name: (p._version, _local(p).data_ptr(), _bits(p).clone()) for name, p in named}
+        weights = {name: (p._version, local_part(p).data_ptr(), _bits(p).clone()) for name, p in named}
         take_step(state, batches, step, True)
         keep_first_gradients()  # of a compiled step, which has no hooks, but keeps gradients; others have none left
         state.hooks.after_step(state)
     call_other_hooks(state)
-    losses = state.metric_buffer.peek(collectives.all_reduce)[:, 0] / run.batch_size
+    sums, counts = state.metric_buffer.peek(collectives.all_reduce)[:, :, 0].unbind(1)
+    losses = sums / counts
     draws = bool(before) and not _are_equal(before[0], random_states(session.devices))
 
     tensors = {"loss": {f"step {number}": loss for number, loss in enumerate(losses, start=1)}}
@@ -209,14 +210,8 @@ def record(
     return Steps(in_order, tensors, expected, "", draws, sorted(written), sorted(replaced))
 
 
-def _local(parameter: torch.Tensor) -> torch.Tensor:
-    """Return `parameter`, or of a `DTensor` the part of this rank, without its gradient."""
-    local = parameter.to_local() if hasattr(parameter, "to_local") else parameter  # pyright: ignore[reportAttributeAccessIssue]
-    return local.detach()
-
-
 def _bits(parameter: torch.Tensor) -> torch.Tensor:
-    return _local(parameter).contiguous().flatten().view(torch.uint8)
+    return local_part(parameter).detach().contiguous().flatten().view(torch.uint8)
 
 
 def _are_equal(one: Any, other: Any) -> bool:
@@ -247,16 +242,17 @@ def evaluated(state: State) -> Tensors:
         return {}
     first = next(workload.batches(model, Plan(plan.batch_size, seed=plan.seed), 0, state.session.device))
     inputs = getattr(first, "inputs", None)  # a workload may have batches, and a loss, of its own
-    if not isinstance(inputs, torch.Tensor):
+    count = plan.batch_size
+    if not tensors_of(inputs) or any(not each.dim() or len(each) != count for each in tensors_of(inputs)):
         return {}
 
     def evaluate(infer: Callable[[torch.Tensor], Any], shard: tuple[int, int], device: torch.device) -> MetricSums:
-        start, stop = shard_bounds(len(inputs), shard)
+        start, stop = shard_bounds(count, shard)
         sums: MetricSums = {}
-        for name, of_shard in leaves_of(infer(copied(inputs[start:stop])), "outputs"):
+        for name, of_shard in leaves_of(infer(copied(rows_of(inputs, start, stop))), "outputs"):
             if isinstance(of_shard, torch.Tensor) and of_shard.dim() and len(of_shard) == stop - start:
                 of_shard = of_shard.byte() if of_shard.dtype == torch.bool else of_shard  # which can be added
-                sums[name] = of_shard.new_zeros(len(inputs), *of_shard.shape[1:])
+                sums[name] = of_shard.new_zeros(count, *of_shard.shape[1:])
                 sums[name][start:stop] = of_shard
         return sums
 
@@ -269,8 +265,11 @@ def evaluated(state: State) -> Tensors:
 def sample_hashes(batch: Any, count: int) -> list[str]:
     """Return a hash of each of the `count` samples in a batch: of all bits of the sample's row in every tensor.
 
-    `batch` nests tensors in tuples, lists, mappings and objects. The list is empty if none has a row per sample.
+    `batch` nests tensors in tuples, lists, mappings and objects. The list is empty if none has a row per sample, or the
+    user's `collate` gives samples another form in another batch, as by padding.
     """
+    if user_code.find("collate") is not None:
+        return []
     hashes = [hashlib.sha256() for _ in range(count)]
     found = False
     for tensor in _tensors_of(batch):

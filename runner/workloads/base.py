@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from runner.config.errors import ABSENT, ConfigError, check
+from runner.system.trees import Tree
 from runner.tracking.metrics import BatchSums, MetricSums
 
 if TYPE_CHECKING:
@@ -90,7 +91,19 @@ class Workload(ABC):
 
     @abstractmethod
     def loss(self, model: torch.nn.Module, batch: Any) -> tuple[torch.Tensor, BatchSums]:
-        """Return the mean loss of a micro-batch, and the detached sums of its metrics (see `batch_sums`)."""
+        """Return the loss of a micro-batch per sample, and the detached sums of its metrics (see `batch_sums`).
+
+        The loss is a mean over samples, or a sum divided by the number of samples; see `loss_form`.
+        """
+
+    @property
+    def loss_form(self) -> tuple[tuple[str, ...], bool] | None:
+        """The names of the training metrics, and whether the loss is a mean over something else than samples.
+
+        Then, such as for a mean over tokens, the gradients of a step are divided by the count in its metric sums. None
+        as long as it is not known, before the first call of `loss` in this process.
+        """
+        return self.train_metrics, False
 
     def loss_module(self) -> torch.nn.Module | None:
         """Return the loss if it is a module: checkpoints save its state, and it is evaluated in evaluation mode."""
@@ -126,9 +139,7 @@ class Workload(ABC):
         return None
 
     @abstractmethod
-    def evaluate(
-        self, infer: Callable[[torch.Tensor], torch.Tensor], shard: tuple[int, int], device: torch.device
-    ) -> MetricSums:
+    def evaluate(self, infer: Callable[[Tree], Any], shard: tuple[int, int], device: torch.device) -> MetricSums:
         """Return the metric sums over the `shard` (index, number of shards) of the evaluation data, each sample once.
 
         `infer` returns the outputs of the model for inputs on `device`.
@@ -212,7 +223,7 @@ class Workload(ABC):
         """Return additional entries for `result.json`; called on every rank. `all_gather` returns all ranks' values."""
         return {}
 
-    def diverged_batch(self, plan: Plan, step: int, device: torch.device) -> dict[str, torch.Tensor] | None:
+    def diverged_batch(self, plan: Plan, step: int, device: torch.device) -> dict[str, Tree] | None:
         """Return the tensors of this process's batch of `step`, to save after the run has diverged; None if unknown."""
         return None
 

@@ -92,8 +92,12 @@ class Classifier(CrossEntropyWorkload[LabeledSamples]):
             return mixing.batches(self.train, micros, plan.batch_size, plan.seed, device)
         return super().batches_of(plan, micros, device)
 
-    def criterion(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Return the mean cross-entropy of logits [n, num_classes]; targets are as in `Batch`."""
+    @property
+    def loss_form(self) -> tuple[tuple[str, ...], bool]:
+        return self.train_metrics, self._weights is not None
+
+    def criterion(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, Any]:
+        """Return the mean cross-entropy of logits [n, num_classes], or its sum and count; targets are as in `Batch`."""
         if self._weights is None:
             return torch.nn.functional.cross_entropy(outputs, targets, label_smoothing=self.label_smoothing)
         return self.cross_entropy(outputs, targets)

@@ -10,16 +10,13 @@ import torch
 
 from runner.config.errors import check
 from runner.config.limits import Range
+from runner.workloads.losses import summed_cross_entropy
 from runner.workloads.supervised import DataWorkload, S
 
 
 @dataclass
 class CrossEntropyWorkload(DataWorkload[S]):
-    """A workload whose loss is, or may be, the cross-entropy of classes.
-
-    With class weights, the loss is the weighted sum divided by the number of samples; dividing by the sum of the
-    weights, as torch does, would make the loss of a sample depend on how the batch is divided.
-    """
+    """A workload whose loss is, or may be, the cross-entropy of classes; as in torch, a mean over their weights."""
 
     label_smoothing: Annotated[float, Range(least=0, below=1)] = 0.0
     class_weights: list[float] | None = None
@@ -39,11 +36,9 @@ class CrossEntropyWorkload(DataWorkload[S]):
         fits = given is None or len(given) == count
         check(fits, "workload.class_weights", given, f"there are {count} classes", remedy)
 
-    def cross_entropy(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Return the weighted, smoothed sum divided by the number of targets, of logits [n, num_classes, …]."""
+    def cross_entropy(self, outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the weighted, smoothed sum and its count, of logits [n, num_classes, …]."""
         weights, dtype = self._weights, torch.promote_types(outputs.dtype, torch.float32)
         if weights is not None and (weights.device, weights.dtype) != (outputs.device, dtype):
             weights = self._weights = weights.to(outputs.device, dtype)  # once, not in every step
-        smoothing = self.label_smoothing
-        total = torch.nn.functional.cross_entropy(outputs, targets, weights, reduction="sum", label_smoothing=smoothing)
-        return total / outputs[:, 0].numel()
+        return summed_cross_entropy(outputs, targets, weights, self.label_smoothing)

@@ -16,14 +16,14 @@ from runner.config import user_code
 from runner.config.errors import ABSENT, ConfigError, described
 from runner.data.base import copied
 from runner.device import sum_dtype
-from runner.system.trees import leaves_of, map_leaves
+from runner.system.trees import Tree, leaves_of, map_leaves, num_rows, tensors_of
 from runner.tracking.metrics import MetricSums
 
 Metric: TypeAlias = Callable[..., Any]
 """A `torchmetrics.Metric`, or a function of (outputs, targets) of all samples, whose value is averaged if need be."""
 
-Kept: TypeAlias = "tuple[list[Any], torch.Tensor]"
-"""The leaves of the outputs of a batch, and its targets."""
+Kept: TypeAlias = "tuple[int, list[Any]]"
+"""The number of samples of a batch, and the leaves of its outputs and targets."""
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class EvaluationMetrics:
 
     def __init__(self, metrics: Mapping[str, Metric], goals: Mapping[str, str] = {}):
         self._metrics, self._warned, self.goals = dict(metrics), set[tuple[str, str]](), dict(goals)
-        self._like: Any = None  # outputs of a batch, for their structure
+        self._like: Any = None  # outputs and targets of a batch, for their structure
         self._is_trial = False
 
     @contextmanager
@@ -147,10 +147,10 @@ class EvaluationMetrics:
             log.warning(text, name, changed[0])
         return value
 
-    def update(self, name: str, metric: Any, outputs: Any, targets: torch.Tensor) -> None:
+    def update(self, name: str, metric: Any, outputs: Tree, targets: Tree) -> None:
         """Count samples in an object of torchmetrics."""
         try:
-            with torch.autocast(targets.device.type, enabled=False):
+            with torch.autocast(tensors_of(targets)[0].device.type, enabled=False):
                 metric.update(*copied((outputs, targets)))
         except Exception as error:
             if not self._is_trial:
@@ -159,28 +159,28 @@ class EvaluationMetrics:
             remedy = "choose the object for this task and this number of classes, or pass a function of both"
             raise ConfigError(f"metrics.{name}", ABSENT, why, remedy) from error
 
-    def keep(self, outputs: Any, targets: torch.Tensor) -> Kept:
+    def keep(self, outputs: Tree, targets: Tree) -> Kept:
         """Return samples for `joined`, without the types of their outputs, which other ranks could not decode."""
-        self._like = outputs
+        self._like = {"outputs": outputs, "targets": targets}
         plain = (torch.Tensor, bool, int, float)
-        return [each if isinstance(each, plain) else None for _, each in leaves_of(outputs)], targets
+        return num_rows(targets), [each if isinstance(each, plain) else None for _, each in leaves_of(self._like)]
 
-    def joined(self, batches: list[Kept], device: torch.device) -> tuple[Any, torch.Tensor] | None:
-        """Return the outputs, in the structure of those of a batch, and the targets of all samples that are kept."""
+    def joined(self, batches: list[Kept], device: torch.device) -> tuple[Tree, Tree] | None:
+        """Return the outputs and the targets of all samples that are kept, in the structure of those of a batch."""
         if not batches:
             return None
-        lengths = [len(targets) for _, targets in batches]
+        lengths = [count for count, _ in batches]
         like = [*leaves_of(self._like)]
-        if any(len(leaves) != len(like) for leaves, _ in batches):
+        if any(len(leaves) != len(like) for _, leaves in batches):
             why = "batches have outputs of different structures, which cannot be joined for the metrics"
             raise ConfigError("model", ABSENT, why, "return the same structure for any number of samples")
         columns = (
-            self._column(name, [leaves[number] for leaves, _ in batches], lengths, device)
+            self._column(name, [leaves[number] for _, leaves in batches], lengths, device)
             for number, (name, _) in enumerate(like)
         )
         # What is neither a tensor nor a number is that of a batch.
         joined = map_leaves(lambda leaf: leaf if (column := next(columns)) is None else column, self._like)
-        return joined, self._column("targets", [targets for _, targets in batches], lengths, device)
+        return joined["outputs"], joined["targets"]
 
     def _column(self, name: str, parts: list[Any], lengths: list[int], device: torch.device) -> Any:
         """Return one tensor or number of all samples, given those of batches of these `lengths`."""
@@ -191,15 +191,16 @@ class EvaluationMetrics:
             return torch.cat(tensors)
         if all(torch.equal(each, tensors[0]) for each in tensors):
             return tensors[0] if isinstance(parts[0], torch.Tensor) else parts[0]
-        if name in ("", "targets"):
-            why = f"batches of {lengths[0]} and {lengths[-1]} samples have {name or 'outputs'} of the shapes "
+        if name == "outputs" or name.partition(".")[0] == "targets":
+            why = f"batches of {lengths[0]} and {lengths[-1]} samples have {name} of the shapes "
             why += f"{list(tensors[0].shape)} and {list(tensors[-1].shape)}, which cannot be joined for the metrics"
-            raise ConfigError(
-                "data" if name else "model", ABSENT, why, "return a row for each sample, all of one shape"
+            remedy = (
+                "return a row for each sample, all of one shape; or let the loss return a dict, with (sum, count) of "
             )
+            raise ConfigError("model" if name == "outputs" else "data", ABSENT, why, f"{remedy}what is to be measured")
         if (name, "") not in self._warned and not self._is_trial:
             self._warned.add((name, ""))
-            log.warning("metrics: %s of the outputs has no rows of samples, and differs from batch to batch: NaN", name)
+            log.warning("metrics: %s has no rows of samples, and differs from batch to batch: NaN", name)
         return torch.tensor(torch.nan, device=device)
 
 
@@ -215,8 +216,10 @@ class Tally:
         self._samples: list[Kept] = []
         self._has_logits = False
 
-    def update(self, outputs: Any, targets: torch.Tensor) -> None:
+    def update(self, outputs: Tree, targets: Tree) -> None:
         """Count samples: their outputs and targets, [n, …] each, as the metrics take them."""
+        if not self._owner.names:
+            return
         if self._merged and isinstance(outputs, torch.Tensor):
             is_real = outputs.is_floating_point()
             is_logits = is_real and not bool(((outputs >= 0) & (outputs <= 1)).all())

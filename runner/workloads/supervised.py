@@ -17,7 +17,7 @@ from runner.config.limits import NonNegativeInt, PositiveInt
 from runner.data.base import Batch, Data, Samples
 from runner.model.base import Model
 from runner.storage.signature import check_same_names, check_same_samples
-from runner.system.trees import leaves_of, map_leaves
+from runner.system.trees import Tree, call, leaves_of, map_leaves, map_tensors
 from runner.tracking.metrics import BatchSums, batch_sums
 from runner.workloads.base import Workload
 from runner.workloads.evaluation_metrics import EvaluationMetrics
@@ -33,20 +33,22 @@ class SupervisedWorkload(Workload):
     """A workload whose loss is `criterion(model(inputs), targets)` of a `Batch`, so that its network can be split."""
 
     @abstractmethod
-    def criterion(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Return the loss, a scalar: the mean over the n samples of `outputs` and `targets`, both [n, …]."""
+    def criterion(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, Any]:
+        """Return the mean loss of the n samples of `outputs` and `targets`, both [n, …], a scalar; or (sum, count)."""
 
     def sample_metrics(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Return the `train_metrics` of each sample except the loss, [n, number of them]; tensors are detached."""
         return outputs.new_zeros(len(outputs), 0)
 
     def loss_of(self, outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, BatchSums]:
-        """Return the mean loss and the metric sums of a micro-batch, given the outputs of the network."""
-        loss = self.criterion(outputs, targets)
-        return loss, batch_sums(loss.detach(), self.sample_metrics(outputs.detach(), targets))
+        """Return the loss per sample and the metric sums of a micro-batch, given the outputs of the network."""
+        loss, metrics = self.criterion(outputs, targets), self.sample_metrics(outputs.detach(), targets)
+        total, count = loss if isinstance(loss, tuple) else (loss, None)
+        loss = total if count is None else total / len(metrics)
+        return loss, batch_sums(loss.detach(), metrics, count)
 
     def loss(self, model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, BatchSums]:
-        return self.loss_of(model(batch.inputs), batch.targets)
+        return self.loss_of(call(model, batch.inputs), batch.targets)
 
 
 @dataclass
@@ -115,10 +117,9 @@ class DataWorkload(SupervisedWorkload, Generic[S]):
     def use(self, train: Samples, held_out: Samples) -> None:
         """Train on `train`, and evaluate on `held_out`; raises `ConfigError` if an option does not suit them."""
         self.train, self.held_out = self.usable(train), self.usable(held_out)
-        shapes = self.train.shape, self.held_out.shape
-        assert shapes[0] == shapes[1], f"training inputs have shape {shapes[0]}, held-out inputs {shapes[1]}"
-        num_dims, shape = self.model.num_dims, list(self.train.shape)
-        if num_dims not in (None, len(shape)):
+        num_dims, shape = self.model.num_dims, self.train.shape
+        if num_dims is not None and not (isinstance(shape, tuple) and len(shape) == num_dims):
+            shape = list(shape) if isinstance(shape, tuple) else shape
             why = f"an input of {type(self.data).__name__} has the shape {shape}, and it needs {num_dims} dimensions"
             raise self.model.refused(why, "use model=qnet")
         self.extra = self.extra_metrics()
@@ -202,10 +203,14 @@ class DataWorkload(SupervisedWorkload, Generic[S]):
         self.train.close()
         self.held_out.close()
 
-    def diverged_batch(self, plan: Plan, step: int, device: torch.device) -> dict[str, torch.Tensor]:
+    def diverged_batch(self, plan: Plan, step: int, device: torch.device) -> dict[str, Tree]:
         stream = self.batches_of(plan, self._positions(plan, plan.micro_batches(step)), device)
-        inputs, targets = zip(*stream, strict=True)
-        return {"inputs": torch.cat(inputs).cpu(), "targets": torch.cat(targets).cpu()}
+        parts = [map_tensors(torch.Tensor.cpu, each) for each in stream]
+        try:
+            inputs, targets = map_leaves(lambda *leaves: torch.cat(leaves), *parts)
+        except (RuntimeError, TypeError, ValueError):  # of several lengths, or no tensors
+            return {"micro_batches": [tuple(each) for each in parts]}
+        return {"inputs": inputs, "targets": targets}
 
 
 def _sorted_names(signature: Mapping[str, Any]) -> dict[str, Any]:
@@ -213,17 +218,24 @@ def _sorted_names(signature: Mapping[str, Any]) -> dict[str, Any]:
     return dict(signature) | names
 
 
-def comparable(outputs: Any, targets: torch.Tensor) -> tuple[Any, torch.Tensor]:
+def comparable(outputs: Tree, targets: Tree) -> tuple[Tree, Tree]:
     """Return outputs and targets with their floating-point tensors in at least float32: 16 bits are too few.
 
     Targets in floating point have the dtype of the outputs, if these are one tensor.
     """
-    if not targets.is_floating_point() and targets.dtype != torch.bool:
-        targets = targets.long()  # losses take no other integers
     if any(_at_least_float32(each) is not each for _, each in leaves_of(outputs)):
         outputs = map_leaves(_at_least_float32, outputs)  # of a dataclass, a copy, which torch cannot compile
     is_real = isinstance(outputs, torch.Tensor) and outputs.is_floating_point()
-    return outputs, targets.to(outputs.dtype) if is_real and targets.is_floating_point() else targets
+    dtype = outputs.dtype if is_real else None
+
+    def converted(target: Any) -> Any:
+        if not isinstance(target, torch.Tensor) or target.dtype == torch.bool:
+            return target
+        if not target.is_floating_point():
+            return target.long()  # losses take no other integers
+        return target.to(dtype) if dtype else target
+
+    return outputs, map_leaves(converted, targets)
 
 
 def _at_least_float32(value: Any) -> Any:

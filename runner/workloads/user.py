@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
-from torch.nn.functional import cross_entropy, mse_loss
+from torch.nn.functional import mse_loss
 
 from runner.batching import Plan
 from runner.config import user_code
@@ -19,13 +19,14 @@ from runner.config.errors import ABSENT, ConfigError, check, did_you_mean, error
 from runner.data.base import Batch, LabeledSamples, Samples, copied
 from runner.data.memory import ArraySamples
 from runner.data.user import DatasetSamples, UserData
-from runner.device import sum_dtype
 from runner.model.user import UserModel
 from runner.storage.signature import OUTPUTS
-from runner.tracking.metrics import BatchSums, MetricSums, batch_sums
+from runner.system.trees import Tree, map_tensors, num_rows, rows_of, tensors_of
+from runner.tracking.metrics import BatchSums, MetricSums
 from runner.workloads.cross_entropy import CrossEntropyWorkload
 from runner.workloads.evaluation_metrics import EvaluationMetrics
-from runner.workloads.named_metrics import OF_CLASSES_OR_NUMBERS, Named, accuracy, check_names, of_samples
+from runner.workloads.losses import IGNORED, Losses, as_sum, losses_of, summed_cross_entropy
+from runner.workloads.named_metrics import OF_CLASSES_OR_NUMBERS, Named, check_names, of_samples
 from runner.workloads.supervised import comparable
 
 log = logging.getLogger(__name__)
@@ -45,6 +46,7 @@ class UserWorkload(CrossEntropyWorkload[Samples]):
     named_metrics: ClassVar[Mapping[str, Named]] = OF_CLASSES_OR_NUMBERS
 
     def __post_init__(self) -> None:
+        self._measures_accuracy = False  # without being asked; until the data is loaded
         super().__post_init__()
         self._names = [name for name in self.metrics if name != "loss"]
         check_names("metrics", self._names, self.named_metrics, "classes or of numbers")
@@ -55,19 +57,26 @@ class UserWorkload(CrossEntropyWorkload[Samples]):
         return name, options.get("best_goal") or (cls.named_metrics[name].goal if name in cls.named_metrics else "min")
 
     def eval_metrics(self) -> dict[str, str]:
-        return {"loss": "min"} | self.extra.goals | dict([self.selection])
+        accuracy = {"accuracy": "max"} if self._measures_accuracy else {}
+        return {"loss": "min"} | accuracy | self.extra.goals | dict([self.selection])
 
     def prepare(self) -> None:
         options = {"model": isinstance(self.model, UserModel), "data": isinstance(self.data, UserData)}
         user_code.check_unused(group for group, is_given in options.items() if is_given)
+        is_used = options["data"] or user_code.find("collate") is None
+        check(is_used, "collate", ABSENT, "this data makes its own batches", "leave it out, or give data of your own")
         super().prepare()
 
     def usable(self, samples: Samples) -> Samples:
         return samples
 
     def use(self, train: Samples, held_out: Samples) -> None:
-        self._of_classes = not _first(train).targets.is_floating_point()
+        targets = _first(train).targets
+        is_one = isinstance(targets, torch.Tensor)
+        self._of_classes = is_one and not targets.is_floating_point()
         given, self._mean_is_checked = user_code.find("loss"), False
+        why, remedy = "the targets are several tensors", "def loss(outputs, targets): …"
+        check(is_one or given is not None, "loss", ABSENT, why, remedy)
         self._loss: Any = copy.deepcopy(given) or (_cross_entropy if self._of_classes else _mean_squared_error)
         check(callable(self._loss), "loss", given, "it is no function of (outputs, targets)", "pass a function")
         if isinstance(given, torch.nn.Module):
@@ -76,15 +85,21 @@ class UserWorkload(CrossEntropyWorkload[Samples]):
         why, name = "the targets are numbers", getattr(given, "__name__", type(given).__name__)
         if given is not None:
             why = f"it is an option of the default loss, and loss is {name}"
-        call = 'cross_entropy(outputs, targets, weight=…, label_smoothing=…, reduction="sum")'
-        remedy = f"{call} / len(targets) in the loss"
+        remedy = "in the loss: cross_entropy(outputs, targets, weight=…, label_smoothing=…)"
         for key in ("label_smoothing", "class_weights"):
             is_used = self._loss is _cross_entropy or not getattr(self, key)
             check(is_used, f"workload.{key}", getattr(self, key), why, remedy)
+        self._as_sum = as_sum(self._loss)
+        # No target has another weight in the mean than a sample, as far as is known without reading them.
+        is_plain = self._loss is _cross_entropy and self._weights is None and targets.dim() == 1
+        self._is_mean = is_plain and isinstance(train, ArraySamples) and bool((train.targets >= 0).all())
+        named = "accuracy" in self._names or user_code.find("metrics") is not None
+        self._measures_accuracy = self._loss is _cross_entropy and not named
+        self._form: tuple[tuple[str, ...], bool] | None = None
         super().use(train, held_out)
         classes = getattr(train, "class_names", None) or ()
         if not self._of_classes:
-            self._num_outputs = _first(train).targets[0].numel()
+            self._num_outputs = targets[0].numel() if is_one else 0
         elif not classes and isinstance(train, ArraySamples):  # here, as plans build networks without numbers
             both = (samples.targets for samples in (train, held_out) if isinstance(samples, ArraySamples))
             seen = torch.cat([targets.unique() for targets in both]).unique()
@@ -97,7 +112,7 @@ class UserWorkload(CrossEntropyWorkload[Samples]):
     def extra_metrics(self) -> EvaluationMetrics:
         given = user_code.find("metrics")
         if given is None:
-            given = {"accuracy": accuracy} if self._loss is _cross_entropy and "accuracy" not in self._names else {}
+            given = {}
         why = "it is no dict from names, loss not among them, to functions of (outputs, targets)"
         usable = isinstance(given, Mapping) and "loss" not in given
         check(usable, "metrics", given, why, 'metrics={"accuracy": function}')
@@ -112,11 +127,12 @@ class UserWorkload(CrossEntropyWorkload[Samples]):
         named = {name: of_samples(name, self._of_classes) for name in self._names}
         why, remedy = "the file defines a metric of this name", "leave one of the two out"
         check(not {*given} & {*named}, "workload.metrics", self._names, why, remedy)
-        why, known = "evaluations do not measure it;", ("loss", *given, *named)
+        known = ("loss", *["accuracy"] * self._measures_accuracy, *given, *named)
+        why = "evaluations do not measure it;"
         remedy = did_you_mean(self.best_metric or "", known)
         check(self.best_metric in (None, *known), "workload.best_metric", self.best_metric, why, remedy)
         goals = {name: self.named_metrics[name].goal for name in (*given, *named) if name in self.named_metrics}
-        is_known = self.best_goal is not None or self.best_metric in (None, "loss", *goals)
+        is_known = self.best_goal is not None or self.best_metric in (None, "loss", "accuracy", *goals)
         remedy = f"workload.best_metric={self.best_metric} workload.best_goal=max, or min"
         check(is_known, "workload.best_goal", None, f"whether a high {self.best_metric} is good is not known", remedy)
         return EvaluationMetrics({**given, **named}, goals)
@@ -145,11 +161,15 @@ class UserWorkload(CrossEntropyWorkload[Samples]):
             name = "cross-entropy, as the targets are integers" if self._of_classes else "mean squared error"
         if hasattr(user_code.find("model"), "training_step"):  # of Lightning
             name += "; what the network defines as training_step is not called"
-        return {"data": f"{self.summary()} of {list(self.train.shape)}", "loss": name}
+        shape = self.train.shape
+        return {"data": f"{self.summary()} of {list(shape) if isinstance(shape, tuple) else shape}", "loss": name}
 
     def input_shape(self) -> tuple[int, ...] | None:
-        is_index = not _first(self.train).inputs.is_floating_point() and not isinstance(self.train, LabeledSamples)
-        return None if is_index else self.train.shape  # of zeros, which may be no valid index
+        inputs = _first(self.train).inputs
+        is_one = isinstance(inputs, torch.Tensor) and (
+            inputs.is_floating_point() or isinstance(self.train, LabeledSamples)
+        )
+        return self.train.shape if is_one else None  # zeros may be no valid index
 
     def saved_model(self, signature: Mapping[str, Any]) -> torch.nn.Module:
         if isinstance(self.model, UserModel) and not self.model.needed_sizes():
@@ -157,28 +177,41 @@ class UserWorkload(CrossEntropyWorkload[Samples]):
                 return self.model.build((), 0)
         return super().saved_model(signature)
 
-    def criterion(self, outputs: Any, targets: torch.Tensor) -> torch.Tensor:
-        return self._loss_by(self._cross_entropy if self._loss is _cross_entropy else self._loss, outputs, targets)
-
-    def _cross_entropy(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def criterion(self, outputs: Tree, targets: Tree) -> Any:
+        """Return what the loss returns: a mean over samples, or (sum, count), or a dict of these."""
+        if self._loss is not _cross_entropy or not isinstance(outputs, torch.Tensor):
+            return self._given(outputs, targets)
+        outputs, targets = comparable(outputs, targets)
         _check_classes(outputs, targets)
         self.check_num_classes(outputs.shape[1])
-        return self.cross_entropy(outputs, targets.long())
+        total, count = self.cross_entropy(outputs, targets.long())
+        return total / len(targets) if self._is_mean else (total, count)
 
-    def _loss_by(self, function: Any, outputs: Any, targets: torch.Tensor) -> torch.Tensor:
+    def _given(self, outputs: Tree, targets: Tree) -> Any:
+        """Return what the loss returns without options, as in evaluations."""
         if not isinstance(outputs, torch.Tensor) and self._loss in (_cross_entropy, _mean_squared_error):
             why = f"it returns a {type(outputs).__name__}, and the default loss is that of a tensor"
             raise ConfigError("model", ABSENT, why, "return a tensor, or pass a loss")
-        loss = function(*comparable(outputs, targets))
-        if not isinstance(loss, torch.Tensor) or loss.dim():
-            found = f"a tensor {list(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
-            why = f"it returns {found}, and no scalar{user_code.place(self._loss)}"
-            raise ConfigError("loss", ABSENT, why, "return the mean over the samples, a tensor without dimensions")
-        return loss
+        both = comparable(outputs, targets)
+        return self._as_sum(self._loss, *both) if self._as_sum else self._loss(*both)
 
-    def loss_of(self, outputs: Any, targets: torch.Tensor) -> tuple[torch.Tensor, BatchSums]:
-        loss = self.criterion(outputs, targets)
-        return loss, batch_sums(loss.detach(), loss.detach().new_zeros(len(targets), 0))
+    def _evaluated(self, outputs: Tree, targets: Tree) -> Losses:
+        return losses_of(self._given(outputs, targets), targets, self._loss)
+
+    @property
+    def loss_form(self) -> tuple[tuple[str, ...], bool] | None:
+        return self._form
+
+    def loss_of(self, outputs: Tree, targets: Tree) -> tuple[torch.Tensor, BatchSums]:
+        found = losses_of(self.criterion(outputs, targets), targets, self._loss)
+        form = found.names, found.has_own_count
+        if self._form is None:
+            self._form = form
+        elif form != self._form:
+            before, now = (f"{', '.join(names)} ({'sums' if own else 'means'})" for names, own in (self._form, form))
+            why = f"it returns {now}, and returned {before} before{user_code.place(self._loss)}"
+            raise ConfigError("loss", ABSENT, why, "return the same values for each batch")
+        return found.per_sample, found.sums
 
     def loss_module(self) -> torch.nn.Module | None:
         return self._loss if isinstance(self._loss, torch.nn.Module) else None
@@ -193,7 +226,8 @@ class UserWorkload(CrossEntropyWorkload[Samples]):
         held_out, loss, checked = self.held_out, self._loss, self._mean_is_checked
         is_array = isinstance(held_out, ArraySamples)
         some = next(iter(held_out.in_order(count, (0, 1), device))) if is_array else _first(held_out)
-        inputs, targets = (each[torch.arange(count) % len(each)].to(device) for each in some)  # copies
+        rows = torch.arange(count) % num_rows(some.targets)
+        inputs, targets = map_tensors(lambda each: each[rows].to(device), some)  # copies
         self.held_out, self._loss, self._mean_is_checked = ArraySamples(inputs, targets), copy.deepcopy(loss), True
         try:
             with self.extra.trial():
@@ -201,41 +235,50 @@ class UserWorkload(CrossEntropyWorkload[Samples]):
         finally:
             self.held_out, self._loss, self._mean_is_checked = held_out, loss, checked
 
-    def evaluate(
-        self, infer: Callable[[torch.Tensor], Any], shard: tuple[int, int], device: torch.device
-    ) -> MetricSums:
-        sums: MetricSums = {"loss": torch.zeros((), dtype=sum_dtype(device), device=device)}
-        sums["count"], tally = torch.zeros((), dtype=torch.int64, device=device), self.extra.start(device)
+    def evaluate(self, infer: Callable[[Tree], Any], shard: tuple[int, int], device: torch.device) -> MetricSums:
+        sums: dict[str, torch.Tensor] = {}  # [2]: the sum and the count of each value
+        tally = self.extra.start(device)
         for batch in self.held_out.in_order(self.eval_batch_size, shard, device):
             outputs, targets = comparable(infer(batch.inputs), batch.targets)
             if isinstance(self._loss, torch.nn.Module):
                 self._loss.to(outputs if isinstance(outputs, torch.Tensor) else device)
-            if not self._mean_is_checked:
-                self._check_mean(outputs, targets)
-            sums["loss"] += self._loss_by(self._loss, *copied((outputs, targets))) * len(targets)
-            sums["count"] += len(targets)
+            found = self._evaluated(*copied((outputs, targets)))
+            if not self._mean_is_checked and not found.has_own_count:
+                self._check_mean(found, outputs, targets)
+            values = dict(zip(found.names, found.sums.unbind(1), strict=True))
+            if self._measures_accuracy:
+                valid = targets != IGNORED
+                right = (outputs.argmax(1) == targets) & valid
+                values["accuracy"] = torch.stack((right.sum(), valid.sum())).to(found.sums.dtype)
+            sums = {name: value + sums.get(name, 0) for name, value in values.items()}
             tally.update(outputs, targets)
-        return sums | tally.sums()
+        # In a list, as a process without samples does not know the names.
+        return {"losses": [sums], **tally.sums()}
 
     def summarize(self, sums: MetricSums) -> dict[str, float]:
-        extra = self.extra.compute(sums, sums["loss"].device)
-        return {"loss": float(sums["loss"]) / int(sums["count"]), **extra}
+        totals: dict[str, torch.Tensor] = {}
+        for part in sums["losses"]:
+            totals = {name: value.cpu().double() + totals.get(name, 0) for name, value in part.items()} or totals
+        why, remedy = "the loss returns a value of the same name as a metric", "rename one of them"
+        check(not totals.keys() & {*self.extra.names}, "metrics", sorted(self.extra.names), why, remedy)
+        device = next((each.device for part in sums["losses"] for each in part.values()), torch.device("cpu"))
+        means = {name: float(total / count) for name, (total, count) in totals.items()}
+        return means | self.extra.compute(sums, device)
 
-    def _check_mean(self, outputs: Any, targets: torch.Tensor) -> None:
+    def _check_mean(self, found: Losses, outputs: Tree, targets: Tree) -> None:
         """Warn, once, if the loss of a batch is not the mean of the losses of its halves."""
-        n, half = len(targets), len(targets) // 2
-        if not half or not isinstance(outputs, torch.Tensor):
+        n = num_rows(targets)
+        half, both = n // 2, (outputs, targets)
+        if not half or any(len(each) != n for each in tensors_of(both) if each.dim()):
             return
         self._mean_is_checked = True
-        rows = slice(n), slice(half), slice(half, n)
-        whole, first, second = (
-            float(self._loss_by(self._loss, *copied((outputs[part], targets[part])))) for part in rows
-        )
-        mean = (half * first + (n - half) * second) / n
-        if math.isfinite(whole) and math.isfinite(mean) and not math.isclose(whole, mean, rel_tol=1e-4, abs_tol=1e-7):
+        halves = (copied(rows_of(both, *rows)) for rows in ((0, half), (half, n)))
+        first, second = (self._evaluated(*each) for each in halves)
+        whole, parts = (float(each[0, 0]) / n for each in (found.sums, first.sums + second.sums))
+        if math.isfinite(whole) and math.isfinite(parts) and not math.isclose(whole, parts, rel_tol=1e-4, abs_tol=1e-7):
             text = "the loss of %d samples is %.6g, but the mean over its halves %.6g: it is no mean over samples, and "
-            text += "accumulation or several processes change it (with class weights: divide by the number of samples)"
-            log.warning(text, n, whole, mean)
+            text += "accumulation or several processes change it: return (sum, count), such as of tokens or weights"
+            log.warning(text, n, whole, parts)
 
 
 def _first(samples: Samples) -> Batch:
@@ -243,14 +286,13 @@ def _first(samples: Samples) -> Batch:
     if isinstance(samples, DatasetSamples):
         return samples.example
     if isinstance(samples, ArraySamples):
-        return Batch(samples.inputs[:1], samples.targets[:1])
+        return Batch(*rows_of((samples.inputs, samples.targets), 0, 1))
     return Batch(torch.zeros(1, *samples.shape), torch.zeros(1, dtype=torch.int64))
 
 
-def _cross_entropy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def _cross_entropy(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     _check_classes(outputs, targets)
-    # Not the mean, which depends on how a batch is divided if some targets are -100, and ignored.
-    return cross_entropy(outputs, targets.long(), reduction="sum") / targets.numel()
+    return summed_cross_entropy(outputs, targets.long())
 
 
 def _mean_squared_error(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

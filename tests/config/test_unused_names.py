@@ -82,7 +82,7 @@ def test_helpers_imports_and_names_of_a_script_are_no_mistakes(caplog):
     ("train_loader, test_loader = loaders()", "name it data"),
     ("optimizer = Adam()", "type optimizer="),
     ("def lr_scheduler(o): return o", "type schedule="),
-    ("def collate_fn(samples): return samples", "__getitem__"),
+    ("def collate_fn(samples): return samples", "name it collate"),
     ("try:\n  optimizer: list = Adam()\nfinally:\n  pass", "type optimizer="),
 )
 def test_what_looks_like_a_part_and_is_none_is_refused(text, remedy):

@@ -63,10 +63,14 @@ class FakeStream:
         self.cuda.calls.append(("synchronize", self.name))
 
 
-class FakeTensor:
+class FakeTensor(torch.Tensor):
     """A tensor on the host, or its copy on the device; `alive` holds the names of all instances that still exist."""
 
     alive: ClassVar[set[str]] = set()
+    name: str = ""
+
+    def __new__(cls, cuda: FakeCuda, name: str) -> FakeTensor:
+        return super().__new__(cls)
 
     def __init__(self, cuda: FakeCuda, name: str):
         self.cuda, self.name = cuda, name
@@ -75,7 +79,7 @@ class FakeTensor:
     def __del__(self) -> None:
         self.alive.discard(self.name)
 
-    def to(self, device: torch.device, non_blocking: bool) -> FakeTensor:
+    def to(self, device: torch.device, non_blocking: bool) -> FakeTensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         assert device == CUDA
         assert non_blocking
         assert self.cuda.active is not None, "copied on a stream of its own"

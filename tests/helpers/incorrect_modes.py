@@ -1,5 +1,7 @@
 """Parallel modes and workloads for the tests of `runner verify`: most have one error, and some are correct."""
 
+from __future__ import annotations
+
 import dataclasses
 import math
 from collections.abc import Iterator
@@ -36,7 +38,7 @@ class Replicas(MultiProcess):
     def divide(self, session: Session) -> Plan:
         return session.plan.sharded(session.rank, session.world_size)
 
-    def accumulate(self, model: nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> BatchSums:
+    def accumulate(self, model: nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> BatchSums | None:
         sums = super().accumulate(model, batch, micro, log_due)
         if micro.is_last:
             self.reduce([p.grad for p in trainable(model) if p.grad is not None])
@@ -109,7 +111,7 @@ class UnequalShards(Replicas):
     def divide(self, session: Session) -> Plan:
         return dataclasses.replace(session.plan, eval_shard=(session.rank, session.world_size))
 
-    def accumulate(self, model: nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> BatchSums:
+    def accumulate(self, model: nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> BatchSums | None:
         cut = len(batch.targets) // 4
         part = slice(None, cut) if self._session.rank == 0 else slice(cut, None)
         own = Batch(batch.inputs[part], batch.targets[part])
@@ -118,14 +120,14 @@ class UnequalShards(Replicas):
 
 @dataclass
 class DropsLastMicroBatch(Parallel):
-    def accumulate(self, model: nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> BatchSums:
+    def accumulate(self, model: nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> BatchSums | None:
         weight = 0.0 if micro.is_last else micro.weight
         return super().accumulate(model, batch, micro._replace(weight=weight), log_due)
 
 
 @dataclass
 class PermutesTargets(Parallel):
-    def accumulate(self, model: nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> BatchSums:
+    def accumulate(self, model: nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> BatchSums | None:
         return super().accumulate(model, Batch(batch.inputs, batch.targets.roll(1)), micro, log_due)
 
 
@@ -222,5 +224,5 @@ class Diverges(Classifier):
 
 @dataclass
 class Crashes(Parallel):
-    def accumulate(self, model: nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> BatchSums:
+    def accumulate(self, model: nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> BatchSums | None:
         raise ZeroDivisionError

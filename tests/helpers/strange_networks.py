@@ -7,7 +7,7 @@ import math
 import os
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -425,8 +425,13 @@ def trained(name: str, config: dict[str, Any], directory: Path) -> Any:
 
     Called in each process of the run. `directory` may declare packages of components.
     """
+    return trained_with(CASES[name], config, directory)
+
+
+def trained_with(parts: dict[str, Any], config: dict[str, Any], directory: Path, files: Sequence[str] = ()) -> Any:
+    """Return what `trained` does, of these parts of a user, and of the files in overrides."""
     path = mock.patch.object(sys, "path", [str(directory), *sys.path])
-    with path, user_code.using(user_code.passed(**CASES[name])):
+    with path, user_code.using(user_code.passed(files, **parts)):
         run = build_run(config)
         launcher = run.parallel.launcher(run.device)
         try:

@@ -16,38 +16,59 @@ from runner.tracking.metrics import DivergedError, MetricBuffer, StepTimer, batc
 from runner.workloads.base import Workload
 
 
+def with_counts(sums: list[Any], count: int) -> torch.Tensor:
+    table = torch.tensor(sums, dtype=torch.float64)
+    return torch.stack((table, torch.full_like(table, count)), 1)
+
+
 def test_a_buffer_adds_the_micro_batches_of_each_step_to_those_of_the_checkpoint():
     buffer, doubled = MetricBuffer(("loss", "accuracy")), lambda sums: {"train": 2 * sums["train"]}
-    buffer.load(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), 8)
-    for step, parts in ((9, [(1.0, 2.0), (3.0, 4.0)]), (10, []), (11, [(5.0, 6.0)])):
+    buffer.load(with_counts([[1.0, 2.0], [3.0, 4.0]], 4), 8)
+    for step, parts in ((9, [(1.0, 2.0), (3.0, 4.0)]), (10, [(0.0, 0.0)]), (11, [(5.0, 6.0), None])):
         for sums in parts:
-            buffer.add(torch.tensor(sums))
+            buffer.add(None if sums is None else with_counts([sums], 4)[0])
         buffer.end_step(step)
-        buffer.peek(doubled)
-    assert buffer.flush(doubled).tolist() == [[2, 4], [6, 8], [8, 12], [0, 0], [10, 12]]
-    assert buffer.peek(doubled).shape == (0, 2)
+        found = buffer.peek(doubled)
+    assert found[:, 0].tolist() == [[2, 4], [6, 8], [8, 12], [0, 0], [10, 12]]
+    assert found[:, 1, 0].tolist() == [8, 8, 16, 8, 8]
+    assert buffer.flush(doubled) == {"loss": 26 / 48, "accuracy": 36 / 48}
+    assert buffer.peek(doubled).shape == (0, 2, 2)
 
 
 def test_a_buffer_has_the_sums_of_every_step_and_does_not_keep_a_tensor_for_each():
-    wanted, buffer = torch.rand(1000, 2), MetricBuffer(("loss", "accuracy"))
+    wanted, buffer = with_counts(torch.rand(1000, 2).tolist(), 3), MetricBuffer(("loss", "accuracy"))
     rows = [row.clone() for row in wanted]
     alive = [weakref.ref(row) for row in rows]
     for number in range(1, 1001):
         buffer.add(rows.pop(0))
         buffer.end_step(number)
     assert sum(reference() is not None for reference in alive) < 300
-    assert torch.equal(buffer.flush(lambda sums: sums), wanted)
+    assert torch.equal(buffer.peek(lambda sums: sums), wanted)
+    assert [*buffer.flush(lambda sums: sums).values()] == pytest.approx((wanted[:, 0].mean(0) / 3).tolist())
 
 
-def test_sums_of_a_micro_batch_are_the_loss_times_the_samples_and_the_sums_of_the_metrics_rounded_once():
+def test_means_are_sums_over_counts_of_all_steps_and_a_loss_without_a_count_ends_the_run():
+    buffer = MetricBuffer(("loss", "kl"))
+    for step, (loss, count) in enumerate([(6.0, 2), (1.0, 5)], start=1):
+        buffer.add(torch.tensor([[loss, 3.0], [count, 10]], dtype=torch.float64))
+        buffer.end_step(step)
+    assert buffer.flush(lambda sums: sums) == {"loss": 1, "kl": pytest.approx(0.3)}
+    for step, count in ((3, 1.0), (4, 0.0)):
+        buffer.add(torch.tensor([[1.0, 1.0], [count, 1]], dtype=torch.float64))
+        buffer.end_step(step)
+    with pytest.raises(DivergedError, match="the loss has the count 0, and no mean at step 4"):
+        buffer.peek(lambda sums: sums)
+
+
+def test_sums_of_a_micro_batch_are_the_loss_times_the_samples_and_the_sums_of_the_metrics():
     loss = torch.rand(())
     for metrics in (torch.rand(13, 0), torch.rand(13, 1) > 0.5, torch.rand(13, 3)):
         wanted = [13 * loss.item(), *(sum(column) for column in metrics.double().T.tolist())]
-        assert batch_sums(loss, metrics).tolist() == pytest.approx(wanted)
-    metrics = torch.tensor([[1.0], [2.0**-30], [2.0**-30]], dtype=torch.float64).repeat(1 << 8, 1)
-    sums = batch_sums(torch.tensor(1.0, dtype=torch.float64), metrics)
-    assert sums.dtype == torch.float32
-    assert sums[1] == torch.tensor(256 + 2.0**-21, dtype=torch.float64).float()
+        assert batch_sums(loss, metrics).tolist() == [pytest.approx(wanted), [13] * len(wanted)]
+    metrics = torch.tensor([[1.0], [2.0**-30], [2.0**-30]]).repeat(1 << 8, 1)
+    sums = batch_sums(torch.tensor(1.0), metrics, torch.tensor(5))
+    assert sums.dtype == torch.float64
+    assert sums.tolist() == [[768, 256 + 2.0**-21], [5, 768]]
 
 
 @pytest.mark.parametrize(
@@ -57,13 +78,14 @@ def test_sums_of_a_micro_batch_are_the_loss_times_the_samples_and_the_sums_of_th
 def test_the_first_step_whose_sums_are_not_finite_is_named(bad, at, metric, name):
     """Even if the buffer was flushed, and then loaded with rows of a mode whose rounds have another number of steps."""
     buffer = MetricBuffer(("loss", "accuracy"))
+    buffer.add(torch.ones(2, 2))
     buffer.end_step(1)
     buffer.flush(lambda sums: sums)
-    buffer.load(torch.ones(3, 2), 7)
+    buffer.load(torch.ones(3, 2, 2), 7)
     steps = range(8, 21, 3)
     for i, step in enumerate(steps):
-        sums = torch.ones(2)
-        sums[metric] = bad if i >= at else 1.0
+        sums = torch.ones(2, 2)
+        sums[0, metric] = bad if i >= at else 1.0
         buffer.add(sums)
         buffer.end_step(step)
     with pytest.raises(DivergedError) as caught:

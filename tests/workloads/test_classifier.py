@@ -39,8 +39,9 @@ def test_loss_and_metric_sums(smoothing):
     wanted = cross_entropy(outputs, targets, label_smoothing=smoothing)
     correct = float((outputs.argmax(1) == targets).sum())
     assert torch.equal(loss, wanted)
-    assert sums.tolist() == pytest.approx([6 * wanted.item(), correct])
-    assert (sums.dtype, sums.requires_grad) == (torch.float32, False)
+    assert sums[0].tolist() == pytest.approx([6 * wanted.item(), correct])
+    assert sums[1].tolist() == [6, 6]
+    assert (sums.dtype, sums.requires_grad) == (torch.float64, False)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7])
@@ -161,7 +162,7 @@ class NotMeasured(Classifier):
 
 FAULTS: dict[type[Classifier], str] = {
     NotMeasured: "NotMeasured lists recall, but its evaluations measure loss, accuracy",
-    TooManyMetrics: "its metric sums have the shape [2], but its metrics are loss",
+    TooManyMetrics: "its metric sums have the shape [2, 2], but its metrics are loss",
 }
 
 

@@ -31,10 +31,12 @@ def classifier(*overrides: str) -> Any:
     return prepared_workload(*TINY_CPU, *overrides)
 
 
-def plain_loss(outputs: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor, smoothing: float) -> torch.Tensor:
-    """Return the mean over the samples of −Σ w·y·log p, with smoothed probabilities y."""
-    targets = (1 - smoothing) * targets + smoothing / targets.shape[1]
-    return -(weights * targets * outputs.log_softmax(1)).sum(1).mean()
+def plain_loss(
+    outputs: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor, smoothing: float, mixed: bool
+) -> torch.Tensor:
+    """Return torch's cross-entropy of the whole batch: of classes, a mean over the weights of the samples."""
+    targets = targets if mixed else targets.argmax(1)
+    return torch.nn.functional.cross_entropy(outputs, targets, weights, label_smoothing=smoothing)
 
 
 @functools.cache
@@ -55,7 +57,7 @@ def plain(case: str) -> dict[str, torch.Tensor]:
             rolled_and_mixed(inputs, targets, mixed, derive(run.seed, "mixing", step)) if mixed else (inputs, targets)
         )
 
-    loss = functools.partial(plain_loss, weights=weights, smoothing=workload.label_smoothing)
+    loss = functools.partial(plain_loss, weights=weights, smoothing=workload.label_smoothing, mixed=bool(mixed))
     settings = PlainSettings(STEPS, torch.float64, loss=loss, metric=loss, changed=changed)
     return plain_loop(run, lambda p: torch.optim.SGD(p, lr=0.05), settings).weights
 

@@ -130,7 +130,7 @@ def test_the_trial_of_an_evaluation_leaves_random_numbers_and_attributes_as_they
 
 class Wrong(nn.Module):
     def __call__(self, outputs: Any, targets: Any) -> Any:
-        return {"loss": cross_entropy(outputs, targets)}
+        return {"total": cross_entropy(outputs, targets)}
 
 
 @pytest.mark.cases(
@@ -153,7 +153,7 @@ def test_objects_of_torchmetrics_for_another_task_are_refused_before_the_first_s
     ("metrics", {"mine": lambda outputs, targets: outputs.logits.mean()}, "metrics.mine"),
     ("metrics", {"mine": lambda outputs, targets: {"a": 1}}, "metrics.mine"),
     ("loss", Wrong(), "loss"),
-    ("loss", lambda outputs, targets: {"loss": 1}, "loss"),
+    ("loss", lambda outputs, targets: {"loss": [1]}, "loss"),
     ("loss", lambda outputs, targets: (outputs - 1).square(), "loss"),
     ids=["attribute", "dict", "module", "function", "no scalar"],
 )

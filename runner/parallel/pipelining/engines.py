@@ -16,6 +16,7 @@ from runner.parallel.pipelining.partition import BlockProfile, Loss, StageModule
 from runner.parallel.pipelining.schedules import STAGES_EACH
 from runner.parallel.pipelining.timeline import Timeline
 from runner.system.copy_stream import Transfer, copy_stream
+from runner.system.trees import Tree, map_tensors, num_rows, rows_of
 
 _CLASSES: dict[str, Any] = {
     "gpipe": pipelining.ScheduleGPipe,
@@ -28,7 +29,7 @@ _CLASSES: dict[str, Any] = {
 class ProcessEngine:
     """An engine that runs one or more stages in each process; stage i runs in process i modulo the number of processes.
 
-    `stages` are those of this process, by number; `activations` describe the inputs and the outputs of all stages.
+    `stages` are those of this process, by number; `activations` describe the outputs of all stages.
     """
 
     def __init__(
@@ -41,43 +42,57 @@ class ProcessEngine:
         timeline: Timeline,
     ):
         self.stages, self.activations, self.size, self.device = stages, activations, plan.chunk_size, device
-        self.num_stages = len(activations) - 1
+        self.num_stages = len(activations)
         self.has_first, self.has_last = 0 in stages, self.num_stages - 1 in stages
+        self.timeline, self.chunk = timeline, 0
         self._loss: Loss | None = None
         timed = []
         for number, stage in stages.items():
             example = {"input_args": self._example(number, number > 0), "output_args": self._example(number + 1, True)}
-            timed.append(_TimedStage(stage, number, self.num_stages, device, timeline=timeline, **example))
+            if number == 0:
+                stage = _FirstStage(stage, self)
+            timed.append(_TimedStage(stage, number, self.num_stages, device, engine=self, **example))
         scheduled = timed[0] if STAGES_EACH[schedule] == (1, 1) else timed
         self._schedule = _CLASSES[schedule](scheduled, plan.chunks, loss_fn=self._loss_of, scale_grads=False)
+        self._rows = torch.arange(plan.micro_size)
 
     def _example(self, number: int, requires_grad: bool) -> torch.Tensor:
-        """Return a meta tensor like the activations before stage `number`, by which torch allocates its buffers."""
-        example = self.activations[number].empty(self.size, torch.device("meta"))
+        """Return a meta tensor like the activations before stage `number`, by which torch allocates its buffers.
+
+        What the first stage takes are the numbers of the rows (see `train`).
+        """
+        if number == 0:
+            return torch.empty(self.size, dtype=torch.int64, device="meta")
+        example = self.activations[number - 1].empty(self.size, torch.device("meta"))
         return example.requires_grad_(requires_grad and example.is_floating_point())
 
-    def _loss_of(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def _loss_of(self, outputs: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         assert self._loss is not None
-        return self._loss(outputs, targets)
+        return self._loss(outputs, self.of_chunk(self._targets))
 
-    def train(self, inputs: torch.Tensor | None, targets: torch.Tensor | None, loss: Loss) -> None:
+    def of_chunk(self, tree: Tree) -> Tree:
+        """Return the rows of the chunk whose forward pass in a stage was the last; its loss directly follows."""
+        return rows_of(tree, self.chunk * self.size, (self.chunk + 1) * self.size)
+
+    def train(self, inputs: Tree, targets: Tree, loss: Loss) -> None:
         """Run the forward and backward passes of all chunks.
 
         The `inputs` of all chunks are needed in the process of the first stage, their `targets` in that of the last.
+        Torch divides single tensors among the chunks: those of the numbers of the rows, in place of trees.
         """
-        self._loss = loss
-        # As in the example given to torch: inputs must be contiguous, and only the last stage takes targets.
-        taken = (inputs.contiguous(),) if self.has_first and inputs is not None else ()
-        self._schedule.step(*taken, target=targets if self.has_last else None)
+        self._loss, self.inputs, self._targets = loss, inputs, targets
+        taken = (self._rows,) if self.has_first else ()
+        self._schedule.step(*taken, target=self._rows if self.has_last else None)
 
-    def infer(self, inputs: torch.Tensor) -> torch.Tensor:
+    def infer(self, inputs: Tree) -> torch.Tensor:
         """Return the network's outputs for all `inputs`; called on rank 0, while the other ranks are in `serve`.
 
         While one stage computes a chunk of `size` samples, earlier stages compute the following chunks.
         """
-        self._announced(len(inputs))
-        self._forward(len(inputs), inputs)
-        outputs = self.activations[-1].empty(len(inputs), self.device)
+        count = num_rows(inputs)
+        self._announced(count)
+        self._forward(count, inputs)
+        outputs = self.activations[-1].empty(count, self.device)
         dist.recv(outputs, self._rank_of(self.num_stages - 1))
         return outputs
 
@@ -92,18 +107,18 @@ class ProcessEngine:
         dist.broadcast(number, 0)  # of a CPU tensor: over gloo, for any device
         return int(number)
 
-    def _forward(self, count: int, inputs: torch.Tensor | None) -> None:
+    def _forward(self, count: int, inputs: Tree) -> None:
         """Run the forward passes of this rank's stages for `count` samples, whose `inputs` only rank 0 needs."""
         sent, outputs = [], []
         for start in range(0, count, self.size):
             stop = min(start + self.size, count)
             for number, stage in self.stages.items():
-                if number == 0 and inputs is not None:
-                    x = inputs[start:stop]
+                if number == 0:
+                    x = stage(rows_of(inputs, start, stop))
                 else:
-                    x = self.activations[number].empty(stop - start, self.device)
+                    x = self.activations[number - 1].empty(stop - start, self.device)
                     dist.recv(x, self._rank_of(number - 1))
-                x = stage(x)
+                    x = stage(x)
                 if number == self.num_stages - 1:
                     outputs.append(x.contiguous())
                 else:
@@ -117,15 +132,27 @@ class ProcessEngine:
         return number % dist.get_world_size()
 
 
+class _FirstStage(torch.nn.Module):
+    """The first stage, which takes the numbers of the rows of a chunk in place of its inputs."""
+
+    def __init__(self, stage: StageModule, engine: ProcessEngine):
+        super().__init__()
+        self.stage, self.engine = stage, engine
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        # Copied: an operation in place on one chunk would count as one on all, of which they are views.
+        return self.stage(copied(self.engine.of_chunk(self.engine.inputs)))
+
+
 class _TimedStage(pipelining.PipelineStage):
-    def __init__(self, *arguments: Any, timeline: Timeline, **options: Any):
+    def __init__(self, *arguments: Any, engine: ProcessEngine, **options: Any):
         super().__init__(*arguments, **options)
-        self._timeline = timeline
+        self._engine, self._timeline = engine, engine.timeline
 
     def forward_one_chunk(self, fwd_chunk_id: int, *arguments: Any, **options: Any) -> Any:
+        self._engine.chunk = fwd_chunk_id
         with self._timeline.span(self.stage_index, "forward", fwd_chunk_id, self.device):
-            # Copied: an operation in place on one chunk would count as one on all, of which they are views.
-            return super().forward_one_chunk(fwd_chunk_id, *copied(arguments), **options)
+            return super().forward_one_chunk(fwd_chunk_id, *arguments, **options)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *arguments: Any, **options: Any) -> Any:
         with self._timeline.span(self.stage_index, "backward", bwd_chunk_id, self.device):
@@ -148,17 +175,17 @@ class StreamEngine:
         self._activation_copies = [copy_stream(one, other) for one, other in pairwise(devices)]
         self._gradient_copies = [copy_stream(other, one) for one, other in pairwise(devices)]
 
-    def train(self, inputs: torch.Tensor, targets: torch.Tensor, loss: Loss) -> None:
+    def train(self, inputs: Tree, targets: Tree, loss: Loss) -> None:
         """Run the forward and backward passes of all micro-batches; see `ProcessEngine.train`."""
-        chunks = copied(inputs.split(self.size))  # as in `_TimedStage`
-        micros = targets.to(self.devices[-1], non_blocking=True).split(self.size)
+        chunks = copied(self._chunks(inputs))  # as in `_FirstStage`
+        micros = self._chunks(map_tensors(lambda each: each.to(self.devices[-1], non_blocking=True), targets))
         last = len(self.stages) - 1
         inputs_of: dict[tuple[int, int], torch.Tensor] = {}
         outputs_of: dict[tuple[int, int], torch.Tensor] = {}
         pending: dict[int, Transfer] = {}
         for micro, stage in clock(len(chunks), len(self.stages)):
             x = self._activation_copies[stage - 1].receive(pending.pop(micro))[0] if stage else chunks[micro]
-            x = x.detach().requires_grad_(stage > 0)
+            x = x.detach().requires_grad_() if stage else x
             with self._timeline.span(stage, "forward", micro, self.devices[stage]):
                 y = self.stages[stage](x)
                 y = loss(y, micros[micro]) if stage == last else y
@@ -179,9 +206,12 @@ class StreamEngine:
                 assert x.grad is not None
                 pending[micro] = self._gradient_copies[stage - 1].send((x.grad,))
 
-    def infer(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Return the network's outputs, on the device of `inputs`."""
-        chunks = inputs.split(self.size)
+    def _chunks(self, tree: Tree) -> list[Tree]:
+        return [rows_of(tree, start, start + self.size) for start in range(0, num_rows(tree), self.size)]
+
+    def infer(self, inputs: Tree) -> torch.Tensor:
+        """Return the network's outputs, on the first device."""
+        chunks = self._chunks(inputs)
         outputs: list[torch.Tensor] = []
         pending: dict[int, Transfer] = {}
         for micro, stage in clock(len(chunks), len(self.stages)):
@@ -191,7 +221,7 @@ class StreamEngine:
                 pending[micro] = self._activation_copies[stage].send((y,))
             else:
                 outputs.append(y)
-        return torch.cat(outputs).to(inputs.device)
+        return torch.cat(outputs).to(self.devices[0])
 
 
 def clock(num_micros: int, num_stages: int) -> Iterator[tuple[int, int]]:

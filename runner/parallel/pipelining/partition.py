@@ -23,10 +23,11 @@ from runner.models.blocks import blocks_of as listed_blocks
 from runner.parallel.attributes import without_value
 from runner.parallel.base import move
 from runner.parallel.session import Session
+from runner.system.trees import Tree, call, leaves_of, map_tensors, rows_of, tensors_of
 from runner.workloads.base import Workload
 from runner.workloads.supervised import SupervisedWorkload
 
-Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Loss = Callable[[torch.Tensor, Tree], torch.Tensor]
 """A function of the outputs and targets of a micro-batch that returns the scalar loss to differentiate."""
 
 log = logging.getLogger(__name__)
@@ -202,33 +203,44 @@ class BlockProfile(NamedTuple):
         return torch.empty(count, *self.shape, dtype=self.dtype, device=device)
 
 
-def first_inputs(model: torch.nn.Module, session: Session, size: int | None = None) -> torch.Tensor:
-    """Return the first `size` inputs of the first micro-batch, or all if `size` is None."""
+def first_inputs(model: torch.nn.Module, session: Session, size: int | None = None) -> Tree:
+    """Return the first `size` inputs of the first micro-batch, or all if `size` is None.
+
+    Raises:
+        ConfigError: if a tensor does not have a row for each sample, so that a micro-batch cannot be divided.
+    """
     with closing(cast(Any, session.workload.batches(model, session.plan, 0, session.device))) as batches:
-        return next(batches).inputs[:size]
+        batch = next(batches)
+    for name, leaf in leaves_of(dict(zip(("inputs", "targets"), batch, strict=True))):
+        if isinstance(leaf, torch.Tensor) and (not leaf.dim() or len(leaf) != session.plan.micro_size):
+            why = f"it divides micro-batches of {session.plan.micro_size} samples, and {name} has the shape "
+            raise ConfigError("parallel", "pipeline", f"{why}{list(leaf.shape)}", "parallel=ddp or fsdp")
+    return rows_of(batch.inputs, 0, size or session.plan.micro_size)
 
 
-def profile_blocks(model: torch.nn.Module, inputs: torch.Tensor, session: Session, timed: bool) -> list[BlockProfile]:
+def profile_blocks(model: torch.nn.Module, inputs: Tree, session: Session, timed: bool) -> list[BlockProfile]:
     """Measure copies of the blocks of `model`, in forward order, on a chunk of `inputs` and its device.
 
     Times are measured in training mode; if not `timed`, only the outputs are described, in evaluation mode.
     """
     dtype, autocast = next(model.parameters()).dtype, session.precision.autocast
-    inputs = inputs.to(dtype) if inputs.is_floating_point() else inputs  # float64 under precision=64
-    profiles, x = [], inputs if timed else inputs[:1]
+    # float64 under precision=64
+    inputs = map_tensors(lambda each: each.to(dtype) if each.is_floating_point() else each, inputs)
+    profiles, x = [], inputs if timed else rows_of(inputs, 0, 1)
     for name, block in blocks_of(model):
         copied = copied_module(block)
-        move(copied.train(timed), x.device, session.channels_last)
+        move(copied.train(timed), tensors_of(x)[0].device, session.channels_last)
         copied.register_forward_hook(partial(_check_output, name))
         # The inputs of the first block are data, which need no gradient.
-        seconds = _median_seconds(copied, x.detach().clone().requires_grad_(bool(profiles)), autocast) if timed else 0.0
+        x = x.detach().requires_grad_() if profiles else x
+        seconds = _median_seconds(copied, x, autocast) if timed else 0.0
         with torch.no_grad(), autocast():
             try:
-                outputs = copied(x)
+                outputs = call(copied, x)
             except Exception:
                 if timed or not without_value(copied):
                     raise
-                outputs = copied.train()(x)  # where a first step gives a buffer its value
+                outputs = call(copied.train(), x)  # where a first step gives a buffer its value
         x = outputs
         profiles.append(BlockProfile(name, seconds, tuple(x.shape[1:]), x.dtype))
     return profiles
@@ -240,23 +252,38 @@ def _check_output(name: str, block: torch.nn.Module, inputs: Any, output: Any) -
     check(isinstance(output, torch.Tensor), "parallel", "pipeline", why, remedy)
 
 
-def _median_seconds(block: torch.nn.Module, x: torch.Tensor, autocast: Callable[[], AbstractContextManager]) -> float:
+def _median_seconds(block: torch.nn.Module, x: Tree, autocast: Callable[[], AbstractContextManager]) -> float:
     """Return the median time of a forward and backward pass of `block`, after a warm-up."""
-    times: list[float] = []
+    times, device = list[float](), tensors_of(x)[0].device
     while len(times) < 4 or (sum(times[1:]) < _MIN_SECONDS and len(times) < _MAX_REPEATS):
-        synchronize(x.device)
+        synchronize(device)
         start = time.perf_counter()
         with autocast():
-            output = block(x.clone() if x.requires_grad else x)  # it may begin with an operation in place
+            output = call(block, map_tensors(torch.Tensor.clone, x))  # it may begin with an operation in place
         if output.requires_grad:  # not that of a first block whose parameters are frozen
             output.backward(torch.ones_like(output))
-        synchronize(x.device)
+        synchronize(device)
         times.append(time.perf_counter() - start)
     return statistics.median(times[1:])
 
 
+class Blocks(torch.nn.Module):
+    """A module of consecutive blocks, of which the first may take several inputs."""
+
+    def __init__(self, blocks: Iterable[torch.nn.Module]):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(blocks)
+
+    def forward(self, *inputs: Any, **options: Any) -> torch.Tensor:
+        first, *others = self.blocks
+        x = first(*inputs, **options)
+        for block in others:
+            x = block(x)
+        return x
+
+
 class StageModule(torch.nn.Module):
-    """A module of consecutive blocks, which takes and returns contiguous tensors if they are `received` or `sent`."""
+    """A stage, which takes and returns contiguous tensors if they are `received` or `sent`; the first takes a tree."""
 
     def __init__(
         self,
@@ -267,15 +294,14 @@ class StageModule(torch.nn.Module):
         autocast: Callable[[], AbstractContextManager],
     ):
         super().__init__()
-        self.blocks = torch.nn.ModuleList(blocks)
+        self.blocks = Blocks(blocks)
         self.received, self.sent, self.channels_last, self.autocast = received, sent, channels_last, autocast
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tree) -> torch.Tensor:
         if self.received:
-            x = _Received.apply(x, self.channels_last and x.dim() == 4)  # pyright: ignore[reportAssignmentType]
+            x = _Received.apply(x, self.channels_last and x.dim() == 4)
         with self.autocast():
-            for block in self.blocks:
-                x = block(x)
+            x = call(self.blocks, x)
         return _Sent.apply(x) if self.sent else x  # pyright: ignore[reportReturnType]
 
 

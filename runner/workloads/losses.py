@@ -1,0 +1,127 @@
+"""What a loss returns: a mean over samples, a sum and its count, or a dict of these; torch's losses as sums."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple, NoReturn, cast
+
+import torch
+
+from runner.config import user_code
+from runner.config.errors import ABSENT, ConfigError
+from runner.device import sum_dtype
+from runner.system.trees import Tree, num_rows
+from runner.tracking.metrics import BatchSums
+
+IGNORED = -100
+"""The class of targets that the cross-entropy ignores, as in torch."""
+
+_REMEDY = "return the mean over the samples, a tensor without dimensions; or (sum, count); or a dict of these"
+
+
+class Losses(NamedTuple):
+    """What a loss has returned for some samples.
+
+    Args:
+        per_sample: the value to differentiate: the mean over the samples, or the sum divided by their number.
+        names: `loss`, and then the names of the other values of a dict.
+        sums: the detached sums and counts of all values, as in `BatchSums`.
+        has_own_count: whether the loss is a mean over something else than samples.
+    """
+
+    per_sample: torch.Tensor
+    names: tuple[str, ...]
+    sums: BatchSums
+    has_own_count: bool
+
+
+def losses_of(returned: Any, targets: Tree, function: Any) -> Losses:
+    """Return what `function`, the loss of a user, has `returned` for samples with these `targets`.
+
+    Raises:
+        ConfigError: if it is none of the forms that are possible.
+    """
+    values: Mapping[Any, Any] = returned if isinstance(returned, Mapping) else {"loss": returned}
+    if "loss" not in values or not all(isinstance(name, str) and name for name in values):
+        why = f"it returns a dict of {', '.join(map(str, values)) or 'nothing'}"
+        _refuse(why, function, 'call what is to be minimized "loss"')
+    num_samples = num_rows(targets)
+    names = ("loss", *(name for name in values if name != "loss"))
+    loss = _part(values["loss"], num_samples, function)
+    parts = [loss, *(_part(values[name], num_samples, function) for name in names[1:])]
+    device = loss.total.device
+    as_sum = partial(torch.as_tensor, dtype=sum_dtype(device), device=device)
+    sums = torch.stack([as_sum(each) for part in parts for each in (part.detached(), part.count)])
+    return Losses(loss.per_sample, names, sums.view(-1, 2).T.contiguous(), loss.is_sum)
+
+
+class _Part(NamedTuple):
+    total: torch.Tensor
+    """The sum, or the mean over samples."""
+    count: Any
+    num_samples: int
+    is_sum: bool
+
+    @property
+    def per_sample(self) -> torch.Tensor:
+        return self.total / self.num_samples if self.is_sum else self.total
+
+    def detached(self) -> torch.Tensor:
+        return self.total.detach() if self.is_sum else self.total.detach() * self.num_samples
+
+
+def _part(value: Any, num_samples: int, function: Any) -> _Part:
+    is_pair = isinstance(value, tuple) and len(value) == 2
+    total, count = cast(Any, value if is_pair else (value, num_samples))
+    for each in (total, count):
+        is_number = isinstance(each, int | float) and not isinstance(each, bool)
+        if not (is_number and each is count) and not (isinstance(each, torch.Tensor) and not each.dim()):
+            found = f"a tensor {list(each.shape)}" if isinstance(each, torch.Tensor) else f"a {type(each).__name__}"
+            _refuse(f"it returns {'a pair with ' * is_pair}{found}, and no scalar", function, _REMEDY)
+    if not isinstance(count, torch.Tensor) and not 0 <= count < math.inf:
+        _refuse(f"it returns the count {count}", function, "a count is finite and not negative, as that of tokens")
+    return _Part(total, count, num_samples, is_pair)
+
+
+def _refuse(why: str, function: Any, remedy: str) -> NoReturn:
+    raise ConfigError("loss", ABSENT, why + user_code.place(function), remedy)
+
+
+def as_sum(loss: Any) -> Callable[[Any, Any, Any], Any] | None:
+    """Return a function of (loss, outputs, targets) that returns the (sum, count) of torch's loss of classes.
+
+    `loss` is a module, which is changed, or a function, perhaps a `functools.partial` of it. For anything else, and for
+    another reduction than the mean, the result is None. Torch divides by the sum of the weights of the targets that
+    are not ignored, which makes the mean of a batch another one than that of the means of its parts.
+    """
+    if type(loss) in (torch.nn.CrossEntropyLoss, torch.nn.NLLLoss) and loss.reduction == "mean":
+        loss.reduction = "sum"
+        return lambda loss, outputs, targets: (loss(outputs, targets), _count(targets, loss.weight, loss.ignore_index))
+    function, options = (loss.func, loss.keywords) if type(loss) is partial and not loss.args else (loss, {})
+    ours = torch.nn.functional.cross_entropy, torch.nn.functional.nll_loss
+    if function in ours and not {"reduction", "reduce", "size_average"} & options.keys():
+        counted = (options.get("weight"), options.get("ignore_index", IGNORED))
+        total = partial(function, **options, reduction="sum")
+        return lambda loss, outputs, targets: (total(outputs, targets), _count(targets, *counted))
+    return None
+
+
+def summed_cross_entropy(
+    outputs: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor | None = None, label_smoothing: float = 0.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the sum of the cross-entropy of logits [n, num_classes, …], and its count, as torch divides them."""
+    options: dict[str, Any] = {"reduction": "sum", "label_smoothing": label_smoothing}
+    total = torch.nn.functional.cross_entropy(outputs, targets, weights, **options)
+    return total, _count(targets, weights, IGNORED)
+
+
+def _count(targets: torch.Tensor, weights: torch.Tensor | None, ignore_index: int) -> torch.Tensor:
+    """Return the sum of the weights of the targets that are not ignored; of probabilities, the number of targets."""
+    if targets.is_floating_point():
+        return targets.new_tensor(targets[:, 0].numel())
+    valid = targets != ignore_index
+    if weights is None:
+        return valid.sum()
+    return (weights[torch.where(valid, targets, 0)] * valid).sum()
