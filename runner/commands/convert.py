@@ -16,7 +16,7 @@ import math
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from runner.commands.arguments import Parser, command
 from runner.config import user_code
 from runner.config.errors import ABSENT, ConfigError, check
 from runner.config.overrides import text_override
+from runner.data.base import copied, shape_of
 from runner.model.weights import read_weights
 from runner.precision import Double
 from runner.storage.checkpoint import SIGNATURE
@@ -40,6 +41,7 @@ from runner.storage.manifest import MANIFEST
 from runner.storage.state_dict import header, renamed, with_versions
 from runner.system.console import DONE
 from runner.system.import_path import is_installed
+from runner.system.trees import Tree, call, map_tensors, num_rows, tensors_of
 from runner.workloads.supervised import DataWorkload
 
 _WEIGHTS = (".safetensors", ".pt", ".pth")
@@ -143,31 +145,31 @@ def _export_program(run: SavedRun, step: int, path: Path, overrides: Sequence[st
     signature, saved = run.signature(step), run.on_one_device(step, overrides)
     user_code.check_given(saved.code, str(run.directory), "SOURCE")
     if "inputs" in signature:
-        inputs = torch.rand(3, *signature["inputs"], generator=torch.Generator().manual_seed(0))
+        inputs: Tree = torch.rand(3, *signature["inputs"], generator=torch.Generator().manual_seed(0))
+        batches = [inputs, inputs[:1]]  # a program may be for batches of one size
     else:
         workload = saved.workload
         why, remedy = "its checkpoint does not say what the inputs are", "name a run of supervised learning"
         if not isinstance(workload, DataWorkload):
             raise ConfigError("SOURCE", str(run.directory), why, remedy)
         workload.prepare()
-        inputs = next(workload.train.in_order(3, (0, 1), torch.device("cpu"))).inputs
+        batches = [next(workload.train.in_order(count, (0, 1), torch.device("cpu"))).inputs for count in (3, 1)]
         workload.close()
-        signature["inputs"] = list(inputs.shape[1:])
-    why, remedy = "its network is called with other inputs than one tensor", "write the weights: .safetensors or .pt"
-    check(isinstance(inputs, torch.Tensor), "SOURCE", str(run.directory), why, remedy)
+        signature["inputs"] = shape_of(batches[0])
+    remedy = "write the weights: .safetensors or .pt"
     if path.suffix == ".onnx" and not is_installed("onnxruntime"):
         remedy += "; with onnxruntime (pip install), that computes the outputs, not ONNX's reference evaluator"
     model = run.model(step, overrides)
-    if inputs.is_floating_point() and isinstance(saved.precision, Double):
-        inputs = inputs.double()
+    if isinstance(saved.precision, Double):
+        batches = map_tensors(lambda each: each.double() if each.is_floating_point() else each, batches)
     part = path.with_name(f".{os.getpid()}.part{path.suffix}")
     try:
         with torch.no_grad(), _quiet():
             # Each gets a copy, which it may change in place.
-            program = PROGRAMS[path.suffix](model, inputs.clone(), json.dumps(signature), part)
-            for batch in (inputs, inputs[:1]):  # a program may be for batches of one size
-                difference = _difference(program(batch.clone()), model(batch.clone()))
-                why = f"its outputs differ from those of the model by {difference:.2g}, for {len(batch)} samples"
+            program = PROGRAMS[path.suffix](model, copied(batches[0]), json.dumps(signature), part)
+            for batch in batches:
+                difference = _difference(call(program, copied(batch)), call(model, copied(batch)))
+                why = f"its outputs differ from those of the model by {difference:.2g}, for {num_rows(batch)} samples"
                 check(difference <= _TOLERANCE, "DESTINATION", str(path), why, remedy)
         os.replace(part, path)
     except ConfigError:
@@ -214,18 +216,28 @@ def _quiet() -> Iterator[None]:
         logging.disable(before)
 
 
-def _exported(model: torch.nn.Module, inputs: torch.Tensor) -> torch.export.ExportedProgram:
-    """Return a program for batches of any size. If calling `model` does not show one, its Python code is traced."""
-    options: Any = {"dynamic_shapes": ({0: torch.export.Dim("batch")},)}
+def _exported(model: torch.nn.Module, inputs: Tree) -> torch.export.ExportedProgram:
+    """Return a program for batches of any size. If calling `model` does not show one, its Python code is traced.
+
+    Where the user's `collate` pads samples, the program is for any length, if it can be.
+    """
+    batch, other = torch.export.Dim("batch"), torch.export.Dim.AUTO
+    others = slice(1, None) if user_code.find("collate") is not None else slice(0)
+    sizes = map_tensors(lambda each: {0: batch} | dict.fromkeys(range(each.dim())[others], other), inputs)
+    arguments: Any = {"args": (), "kwargs": inputs, "dynamic_shapes": sizes}
+    if not isinstance(inputs, Mapping):
+        several = isinstance(inputs, tuple | list)
+        arguments = {"args": tuple(inputs) if several else (inputs,)}
+        arguments["dynamic_shapes"] = tuple(sizes) if several else (sizes,)
     try:
-        return torch.export.export(model, (inputs,), **options)
+        return torch.export.export(model, **arguments)
     except Exception:
         with suppress(Exception):
-            return torch.export.export(model, (inputs,), strict=True, **options)  # such as of `len(inputs)`
+            return torch.export.export(model, strict=True, **arguments)  # such as of `len(inputs)`
         raise
 
 
-def _export_torch(model: torch.nn.Module, inputs: torch.Tensor, signature: str, path: Path) -> Callable[..., Any]:
+def _export_torch(model: torch.nn.Module, inputs: Tree, signature: str, path: Path) -> Callable[..., Any]:
     """Write a program of `torch.export` with `signature` to `path`, and return what is loaded from it.
 
     https://docs.pytorch.org/docs/stable/export.html
@@ -234,14 +246,17 @@ def _export_torch(model: torch.nn.Module, inputs: torch.Tensor, signature: str, 
     return torch.export.load(path).module()
 
 
-def _export_onnx(model: torch.nn.Module, inputs: torch.Tensor, signature: str, path: Path) -> Callable[..., Any]:
+def _export_onnx(model: torch.nn.Module, inputs: Tree, signature: str, path: Path) -> Callable[..., Any]:
     """Write an ONNX model with `signature` to `path`, and return a function that computes its outputs.
+
+    Several inputs have the names that the network gives them.
 
     ONNX Runtime does if it is installed, otherwise ONNX's reference evaluator, which differs from it in some operators,
     such as pooling with `ceil_mode`. https://docs.pytorch.org/docs/stable/onnx.html
     """
-    names: Any = {"input_names": ["inputs"], "output_names": ["outputs"], "verbose": False}
-    program: Any = torch.onnx.export(_exported(model, inputs), (inputs,), dynamo=True, **names)
+    names: Any = {"input_names": ["inputs"]} if isinstance(inputs, torch.Tensor) else {}
+    options: Any = {"output_names": ["outputs"], "verbose": False, "dynamo": True} | names
+    program: Any = torch.onnx.export(_exported(model, inputs), **options)
     program.model.metadata_props[SIGNATURE] = signature
     program.save(path)
     if is_installed("onnxruntime"):
@@ -253,14 +268,17 @@ def _export_onnx(model: torch.nn.Module, inputs: torch.Tensor, signature: str, p
 
         evaluator = ReferenceEvaluator(str(path))
 
-    def outputs(batch: torch.Tensor) -> list[torch.Tensor]:
-        found: Any = evaluator.run(None, {"inputs": batch.numpy()})
+    def outputs(*several: Any, **named: Any) -> list[torch.Tensor]:
+        arrays = [each.numpy() for each in tensors_of((several, named))]
+        found: Any = evaluator.run(
+            None, dict(zip([each.name for each in program.model.graph.inputs], arrays, strict=True))
+        )
         return [torch.from_numpy(each) for each in found]
 
     return outputs
 
 
-PROGRAMS: dict[str, Callable[[torch.nn.Module, torch.Tensor, str, Path], Callable[..., Any]]] = {
+PROGRAMS: dict[str, Callable[[torch.nn.Module, Tree, str, Path], Callable[..., Any]]] = {
     ".pt2": _export_torch,
     ".onnx": _export_onnx,
 }

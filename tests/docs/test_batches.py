@@ -4,10 +4,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from helpers.command import ROOT
 from helpers.compose import compose_config
 from helpers.plain_loop import largest_difference, weights_at
 from helpers.strange_networks import trained_with
+
+import runner
+from runner.commands import convert
 
 FILES = ("text_classifier", "image_and_table", "multi_task", "character_gpt", "autoencoder")
 COMMON = ("device=cpu", "device.threads=1", "precision=64", "optimizer=sgd", "optimizer.lr=0.1", "eval_every=0")
@@ -30,3 +34,14 @@ def test_a_file_of_the_page_trains_to_the_same_weights_in_every_mode(name, mode,
         assert not isinstance(result, str), result
         weights.append(weights_at(directory, 2))
     assert largest_difference(*weights) < 1e-12
+
+
+def test_the_network_of_a_run_is_exported_with_its_inputs_by_name_for_samples_of_any_length(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    file = f"workload={ROOT / 'docs' / 'examples' / 'text_classifier.py'}"
+    run = runner.train([file, "device=cpu", "device.threads=1", "steps=1", "eval_every=0"]).directory
+    assert convert.main([str(run), "program.pt2", file]) == 0
+    program, model = torch.export.load("program.pt2").module(), runner.load(run, [file]).model("last")
+    for count, length in ((2, 7), (5, 30)):
+        inputs = {"ids": torch.randint(256, (count, length)), "mask": torch.ones(count, length)}
+        torch.testing.assert_close(program(**inputs), model(**inputs))
