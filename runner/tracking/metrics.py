@@ -89,7 +89,7 @@ class MetricBuffer:
             self._rows, self._steps = [empty[None][:0]], array("q")
         for sums in self._step[:1]:
             why = f"its metric sums have the shape {list(sums.shape)}, but its metrics are {', '.join(self.names)}"
-            remedy = "name each of them in `train_metrics`, the loss first"
+            remedy = "name each of them in `train_metrics`, the loss first, and return what `batch_sums` does"
             check(sums.shape == empty.shape, "workload", ABSENT, why, remedy)
         sums = torch.stack(self._step).sum(0) if len(self._step) > 1 else self._step[0] if self._step else empty
         self._rows.append(sums[None])

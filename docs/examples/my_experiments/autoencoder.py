@@ -15,7 +15,7 @@ from runner.config.errors import errors_under
 from runner.config.limits import PositiveInt
 from runner.data.base import Batch, Data
 from runner.model.base import Model
-from runner.tracking.metrics import MetricSums
+from runner.tracking.metrics import MetricSums, batch_sums
 from runner.workloads.base import Workload
 
 
@@ -55,7 +55,7 @@ class Autoencoder(Workload):
     def loss(self, model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         outputs = model(batch.inputs)
         loss = mse_loss(outputs, batch.inputs.flatten(1).to(outputs.dtype))
-        return loss, loss.detach().float()[None] * len(batch.inputs)
+        return loss, batch_sums(loss.detach(), loss.new_zeros(len(batch.inputs), 0))
 
     def evaluate(
         self, infer: Callable[[torch.Tensor], torch.Tensor], shard: tuple[int, int], device: torch.device
