@@ -31,7 +31,7 @@ def data():
 
 
 def collate(samples):
-    lines, labels = zip(*samples)
+    lines, labels = zip(*samples, strict=True)
     mask = [torch.ones(len(line)) for line in lines]
     ids, mask = pad_sequence(lines, batch_first=True), pad_sequence(mask, batch_first=True)
     return {"ids": ids, "mask": mask, "labels": torch.tensor(labels)}
