@@ -54,7 +54,8 @@ def without_dropout(network: nn.Module) -> nn.Module:
     """Return `network`, which draws no random numbers any more: those of processes and micro-batches are others."""
     for module in network.modules():
         for name in {"p", "drop_prob", "drop_rate"} & vars(module).keys():
-            setattr(module, name, 0.0)
+            if isinstance(vars(module)[name], float):  # not the size of a window
+                setattr(module, name, 0.0)
     return network
 
 
