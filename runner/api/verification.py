@@ -144,7 +144,7 @@ def verify(overrides: Sequence[str], steps: int = 3, *, config_dir: str | None =
     hints = [f"Only the config calls {', '.join(called)}: does it change weights or gradients?"] * bool(called)
     hints += [
         "The loss is your own: where batches are divided, it must be the mean over the samples it is given; if it\n"
-        "divides by another number, as of tokens or of valid targets, the parts of a batch have other weights."
+        "divides by another number, as of tokens or of valid targets, let it return (sum, count)."
     ] * own_loss
     if hints and outcome.verdict is Verdict.DIFFERENT:
         return outcome._replace(reason="\n".join([outcome.reason, *hints]).lstrip())

@@ -47,6 +47,7 @@ def main(arguments: Sequence[str] | None) -> int:
     import torch
 
     from runner.api.saved import load
+    from runner.system.trees import Tree, call, map_tensors
     from runner.tracking.image_grids import gif
     from runner.workloads.dqn.evaluation import frame, play_one
     from runner.workloads.dqn.workload import DQN
@@ -74,6 +75,9 @@ def main(arguments: Sequence[str] | None) -> int:
     every = max(1, round(env.frames_per_second / _FRAMES_PER_SECOND))
     frames: list[torch.Tensor] = []
 
+    def infer(observations: Tree) -> torch.Tensor:  # with masks, if there are any, which stay truth values
+        return call(model, map_tensors(lambda each: each if each.dtype == torch.bool else each.to(dtype), observations))
+
     def keep(vector: Vector, step: int) -> None:
         if film is not None and step % every == 0:
             why = f"a film has at most {_MAX_FRAMES} frames, and episode {episode} would exceed them"
@@ -83,7 +87,7 @@ def main(arguments: Sequence[str] | None) -> int:
     for episode in range(options.episodes):
         state_seed = derive(options.seed, "play", episode)
         with torch.no_grad():
-            total, length = play_one(env, lambda batch: model(batch.to(dtype)), device, state_seed, render_mode, keep)
+            total, length = play_one(env, infer, device, state_seed, render_mode, keep)
         print(f"episode {episode}: return {total:g}, {length} steps")
     if film is not None:
         try:

@@ -15,6 +15,7 @@ from runner.device import sum_dtype
 from runner.env.action_masks import random_actions
 from runner.seeds import derive
 from runner.storage.value_checks import TensorSpec, UnexpectedContentError, check_like
+from runner.system.trees import Tree
 from runner.workloads.dqn.frame_replay import saved_form
 from runner.workloads.dqn.replay import NStepBuffer, Replay, row_width, with_masks
 
@@ -28,11 +29,12 @@ Policy = Callable[..., np.ndarray]
 """A function that maps observations, float32 [n, …], and masks, if there are any, to greedy actions, int64 [n]."""
 
 
-def greedy_policy(infer: Callable[[Any], torch.Tensor], device: torch.device) -> Policy:
+def greedy_policy(infer: Callable[[Tree], torch.Tensor], device: torch.device) -> Policy:
     def policy(observations: np.ndarray, masks: np.ndarray | None = None) -> np.ndarray:
         inputs = torch.tensor(observations, device=device)
         with torch.no_grad():
-            values = infer(inputs if masks is None else (inputs, torch.tensor(masks, device=device)))
+            # With masks, which the network takes together with the observations, a tuple of one input.
+            values = infer(inputs if masks is None else ((inputs, torch.tensor(masks, device=device)),))
             return values.argmax(1).cpu().numpy()
 
     return policy

@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -23,6 +24,7 @@ from runner.seeds import derive
 from runner.storage.checkpoint import Part
 from runner.storage.value_checks import CONTENT_ERRORS, check_like
 from runner.system.section_timer import timer
+from runner.system.trees import call
 from runner.tracking.metrics import BatchSums, MetricSums, batch_sums
 from runner.workloads.base import Workload
 from runner.workloads.dqn import evaluation
@@ -162,7 +164,7 @@ class DQN(Workload):
         self, model: torch.nn.Module, plan: Plan, after_step: int, device: torch.device
     ) -> Iterator[Transitions]:
         self._count = plan.num_data_ranks
-        self._actor, policy = self._new_actor(plan, device), greedy_policy(model, device)
+        self._actor, policy = self._new_actor(plan, device), greedy_policy(partial(call, model), device)
         if after_step:
             last_step = after_step + 1 + plan.step_shard[0] - plan.step_shard[1]
             # A forward pass of a sharded model is a collective, and other ranks may have saved theirs.
