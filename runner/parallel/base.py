@@ -123,7 +123,7 @@ class Parallel:
         for parameter in trainable(model):
             if parameter.grad is not None:
                 gradient = full_state.local_part(parameter.grad)
-                gradient.mul_(factor.to(gradient.device, non_blocking=True))
+                gradient.mul_(factor.to(gradient.device))  # not non_blocking, as it may be in host memory
 
     def clip_gradients(self, model: torch.nn.Module, max_norm: float | None) -> torch.Tensor:
         """Clip the gradients to `max_norm`, if given; return their norm before, over the whole model, on the device."""
