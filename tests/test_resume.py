@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.checkpoint_edits import read_checkpoint_file, rewrite_manifest, write_checkpoint_file
 from helpers.command import Command
 from helpers.compose import TINY_CPU, TrainedRun, build_composed_run, prepare_session, train_in
 from helpers.dry_run import run_in_this_process
@@ -168,6 +169,23 @@ def test_metric_sums_not_logged_yet_are_restored_on_rank_0_only(tmp_path, caplog
     assert rows[1].equal(torch.zeros(2, 2, 2))
     assert "rank 1 saved nothing" in caplog.text
     assert "rank 0 saved nothing" not in caplog.text
+
+
+def test_metric_sums_of_a_checkpoint_without_counts_are_means_over_its_samples(tmp_path):
+    """As older checkpoints have them, in float32, with the step of the last log in place of the counts."""
+    curves = []
+    for directory in (tmp_path / "now", tmp_path / "older"):
+        train(directory, *SHORT, signalled=5)
+        if directory.name == "older":
+            checkpoint = directory / "checkpoints/step_00000005"
+            state = read_checkpoint_file(checkpoint / "state.pt")
+            state |= {"window": state["window"][:, 0].float(), "logged": 3}
+            write_checkpoint_file(checkpoint / "state.pt", state)
+            rewrite_manifest(checkpoint)
+        train(directory, *SHORT, "resume=auto")
+        curves.append(scalar_curves(directory)["train/loss"])
+    assert [step for step, _ in curves[1]] == [3, 6, 9, 12, 14]
+    assert curves[1] == [(step, pytest.approx(value, rel=1e-6)) for step, value in curves[0]]
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw", "rmsprop", "muon"])

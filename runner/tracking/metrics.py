@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from runner.config.errors import ABSENT, check
+from runner.config.errors import ABSENT, ConfigError, check
 from runner.device import sum_dtype, synchronize
 from runner.system.section_timer import timer
 
@@ -58,9 +58,10 @@ class MetricBuffer:
     """
 
     def __init__(self, names: Sequence[str], device: torch.device | str = "cpu"):
-        self.names, self._dtype = tuple(names), sum_dtype(torch.device(device))
+        self.names = tuple(names)
         self._step: list[BatchSums] = []  # of the micro-batches of the current step
-        self._rows = [torch.zeros(0, 2, len(names), dtype=self._dtype, device=device)]  # several in each table
+        dtype = sum_dtype(torch.device(device))
+        self._rows = [torch.zeros(0, 2, len(names), dtype=dtype, device=device)]  # several in each table
         self._steps = array("q")
 
     def load(self, rows: torch.Tensor, step: int) -> None:
@@ -84,14 +85,15 @@ class MetricBuffer:
         Raises:
             ConfigError: if sums are not those of the names.
         """
-        empty = torch.zeros(2, len(self.names), dtype=self._dtype, device=self._rows[0].device)
-        if self._rows[0].shape[1:] != empty.shape:  # the first step: those of a checkpoint may be of another loss
-            self._rows, self._steps = [empty[None][:0]], array("q")
-        for sums in self._step[:1]:
+        shape = (2, len(self.names))
+        if self._rows[0].shape[1:] != shape:  # the first step: those of a checkpoint may be of another loss
+            self._rows, self._steps = [self._rows[0].new_zeros(0, *shape)], array("q")
+        parts = self._step or [self._rows[0].new_zeros(shape)]
+        sums = parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
+        if sums.shape != shape:
             why = f"its metric sums have the shape {list(sums.shape)}, but its metrics are {', '.join(self.names)}"
             remedy = "name each of them in `train_metrics`, the loss first, and return what `batch_sums` does"
-            check(sums.shape == empty.shape, "workload", ABSENT, why, remedy)
-        sums = torch.stack(self._step).sum(0) if len(self._step) > 1 else self._step[0] if self._step else empty
+            raise ConfigError("workload", ABSENT, why, remedy)
         self._rows.append(sums[None])
         self._steps.append(step)
         self._step = []

@@ -47,42 +47,35 @@ def losses_of(returned: Any, targets: Tree, function: Any) -> Losses:
     if "loss" not in values or not all(isinstance(name, str) and name for name in values):
         why = f"it returns a dict of {', '.join(map(str, values)) or 'nothing'}"
         _refuse(why, function, 'call what is to be minimized "loss"')
-    num_samples = num_rows(targets)
-    names = ("loss", *(name for name in values if name != "loss"))
-    loss = _part(values["loss"], num_samples, function)
-    parts = [loss, *(_part(values[name], num_samples, function) for name in names[1:])]
-    device = loss.total.device
-    as_sum = partial(torch.as_tensor, dtype=sum_dtype(device), device=device)
-    sums = torch.stack([as_sum(each) for part in parts for each in (part.detached(), part.count)])
-    return Losses(loss.per_sample, names, sums.view(-1, 2).T.contiguous(), loss.is_sum)
+    names, num_samples = ("loss", *(name for name in values if name != "loss")), num_rows(targets)
+    parts = [_total_and_count(values[name], function) for name in names]
+    total, count = parts[0]
+    to_sum = partial(_scalar, dtype=sum_dtype(total.device), device=total.device)
+    sums = torch.stack([to_sum(total * (num_samples if count is None else 1)) for total, count in parts])
+    counts = torch.stack([to_sum(num_samples if count is None else count) for _, count in parts])
+    per_sample = total if count is None else total / num_samples
+    return Losses(per_sample, names, torch.stack((sums, counts)).detach(), count is not None)
 
 
-class _Part(NamedTuple):
-    total: torch.Tensor
-    """The sum, or the mean over samples."""
-    count: Any
-    num_samples: int
-    is_sum: bool
-
-    @property
-    def per_sample(self) -> torch.Tensor:
-        return self.total / self.num_samples if self.is_sum else self.total
-
-    def detached(self) -> torch.Tensor:
-        return self.total.detach() if self.is_sum else self.total.detach() * self.num_samples
-
-
-def _part(value: Any, num_samples: int, function: Any) -> _Part:
+def _total_and_count(value: Any, function: Any) -> tuple[torch.Tensor, Any]:
+    """Return the sum and the count of a value that a loss returns; of a mean over samples, the mean and None."""
     is_pair = isinstance(value, tuple) and len(value) == 2
-    total, count = cast(Any, value if is_pair else (value, num_samples))
-    for each in (total, count):
-        is_number = isinstance(each, int | float) and not isinstance(each, bool)
-        if not (is_number and each is count) and not (isinstance(each, torch.Tensor) and not each.dim()):
+    total, count = cast(Any, value if is_pair else (value, None))
+    is_number = isinstance(count, int | float) and not isinstance(count, bool)
+    for each in (total, *([count] if is_pair and not is_number else [])):
+        if not isinstance(each, torch.Tensor) or each.dim():
             found = f"a tensor {list(each.shape)}" if isinstance(each, torch.Tensor) else f"a {type(each).__name__}"
             _refuse(f"it returns {'a pair with ' * is_pair}{found}, and no scalar", function, _REMEDY)
-    if not isinstance(count, torch.Tensor) and not 0 <= count < math.inf:
+    if is_number and not 0 <= count < math.inf:
         _refuse(f"it returns the count {count}", function, "a count is finite and not negative, as that of tokens")
-    return _Part(total, count, num_samples, is_pair)
+    return total, count
+
+
+def _scalar(value: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return a number or a scalar tensor on `device`, to which a number is not copied: the host would wait."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device, dtype)
+    return torch.full((), value, dtype=dtype, device=device)
 
 
 def _refuse(why: str, function: Any, remedy: str) -> NoReturn:
@@ -120,7 +113,7 @@ def summed_cross_entropy(
 def _count(targets: torch.Tensor, weights: torch.Tensor | None, ignore_index: int) -> torch.Tensor:
     """Return the sum of the weights of the targets that are not ignored; of probabilities, the number of targets."""
     if targets.is_floating_point():
-        return targets.new_tensor(targets[:, 0].numel())
+        return targets.new_full((), targets[:, 0].numel())
     valid = targets != ignore_index
     if weights is None:
         return valid.sum()

@@ -110,9 +110,7 @@ class UserWorkload(CrossEntropyWorkload[Samples]):
             self._num_outputs = len(classes)
 
     def extra_metrics(self) -> EvaluationMetrics:
-        given = user_code.find("metrics")
-        if given is None:
-            given = {}
+        given = {} if (found := user_code.find("metrics")) is None else found
         why = "it is no dict from names, loss not among them, to functions of (outputs, targets)"
         usable = isinstance(given, Mapping) and "loss" not in given
         check(usable, "metrics", given, why, 'metrics={"accuracy": function}')

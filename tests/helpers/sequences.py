@@ -131,7 +131,7 @@ class SeesPadding(Masked):
 class ImageAndTable(nn.Module):
     """Two inputs, in a first block that takes both."""
 
-    def __init__(self, names: tuple[str, ...] = ()) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.first, self.second, self.last = TwoInputs(), nn.Tanh(), nn.Linear(8, 2)
 
