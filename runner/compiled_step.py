@@ -40,6 +40,8 @@ class CompiledStep:
 
     def __init__(self, state: State):
         self._state, run, model, device = state, state.run, state.model, state.session.device
+        why = "it calls the network as a function, and steps of a user's may call parts of it, or have several phases"
+        check(not run.workload.has_steps, "compile", "step", why, "compile=true")
         if run.precision.compute_dtype(device) == torch.float16:
             why = "loss scaling decides after each step whether to keep the update"
             raise ConfigError("compile", "step", why, "precision=bf16, or compile=true")
@@ -85,8 +87,8 @@ class CompiledStep:
                 else:
                     sums = self._add(batch, micro.weight)
                     count = count + sums[1, 0]
-            state.metric_buffer.add(sums if on_cpu else sums.clone())
-        state.end_step(min(step.local, step.number))
+            state.add_metrics(state.phases[0], sums if on_cpu else sums.clone())
+        state.end_phase(state.phases[0], min(step.local, step.number))
         if step.micro_batches:
             run.workload.after_step(state.model, step.local)
         state.step = step.number

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
 import math
 from collections.abc import Iterable, Iterator
@@ -13,8 +14,10 @@ from typing import Any
 
 import torch
 
+from runner.batching import Step
 from runner.config import user_code
 from runner.config.errors import ConfigError, shortened
+from runner.data.base import copied
 from runner.device import flops_per_second
 from runner.parallel import full_state
 from runner.parallel.modules import Modules
@@ -32,6 +35,7 @@ from runner.storage.value_checks import CONTENT_ERRORS, TensorSpec, check_like
 from runner.system import memory, torch_errors
 from runner.tracking.metrics import BatchSums, DivergedError, MetricBuffer, StepTimer, quantiles
 from runner.workloads.base import Workload, check_metrics
+from runner.workloads.phases import Phase
 
 log = logging.getLogger(__name__)
 
@@ -71,8 +75,10 @@ class State:
         # Whether an average or a target network follows the weights, which must not move if an update is skipped.
         has_target = type(run.workload).after_step is not Workload.after_step
         self.weights_are_followed = has_target or run.ema.decay is not None
-        self.metric_buffer = MetricBuffer(run.workload.train_metrics, session.device)
-        self._has_own_count: bool | None = None  # until all ranks have agreed, in the first step
+        self.phases = run.workload.phases(model)
+        names = {each.name: each.prefixed(run.workload.train_metrics) for each in self.phases}
+        self._buffers = {phase: MetricBuffer(metrics, session.device) for phase, metrics in names.items()}
+        self._has_own_count: dict[str, bool] = {}  # of the loss of each phase, once all ranks have agreed on it
         self.step_timer = StepTimer(session.devices)
         self.metrics: dict[str, float] = {}
         self.best: dict[str, Any] = {}
@@ -211,7 +217,8 @@ class State:
         shared, local = checkpoint.state, checkpoint.local
         form = run.workload.loss_form
         num_metrics = None if form is None else len(form[0])
-        window = TensorSpec(torch.float64, (None, 2, num_metrics))
+        of_phase = TensorSpec(torch.float64, (None, 2, num_metrics))
+        window: Any = {each.name: of_phase for each in self.phases}.get("", {str: of_phase})
         like = {"optimizer": {str: dict}, "precision": dict, "window": window, "num_steps": int}
         if "logged" in shared:  # in an older one, whose sums have no counts
             like |= {"window": TensorSpec(torch.float32, (None, num_metrics)), "logged": int}
@@ -240,7 +247,9 @@ class State:
         if "logged" in shared:
             num_samples = (self.step - shared["logged"]) * run.batch_size
             window = torch.stack((window, torch.full_like(window, num_samples / max(1, len(window)))), 1)
-        self.metric_buffer.load(self.session.collectives.local_share(window), self.step)
+        for name, rows in (window if isinstance(window, dict) else {"": window}).items():
+            if name in self._buffers:  # the phases may be others than before
+                self._buffers[name].load(self.session.collectives.local_share(rows), self.step)
         run.parallel.load_local_state(self.model, self.optimizer, local.get("parallel", {}))
         if run.ema.decay and local.get("ema"):
             run.parallel.load_local_state(self.model, self.average.optimizer, local["ema"])
@@ -265,7 +274,7 @@ class State:
             StorageError: if the previous checkpoint could not be written, or the new directory cannot be created.
         """
         run, collectives, device = self.run, self.session.collectives, self.session.device
-        rows = self.metric_buffer.peek(collectives.all_reduce)
+        rows = self.peek_metrics()
         collect = partial(run.parallel.full_state, self.model)
         own = self.modules.of_rank()
         with self.modules.synchronized():
@@ -284,7 +293,7 @@ class State:
         shared = {
             "optimizer": optimizer_state,
             "precision": run.precision.state_dict(),
-            "window": rows,
+            "window": rows.get("", rows),
             "metrics": {tag: value for tag, value in self.metrics.items() if math.isfinite(value)},
             "best": dict(self.best),
             "num_steps": self.session.num_steps,
@@ -305,36 +314,68 @@ class State:
         checkpoint = Checkpoint(self.step, tensors, shared, local, ema, run.workload.parts())
         self.checkpoints.save(checkpoint, self.best.get("step"))
 
+    def phases_due(self, step: Step, batches: Iterator[Any]) -> Iterator[tuple[Phase, Iterator[Any]]]:
+        """Yield the phases of `step`, and for each an iterator over its micro-batches, which all phases have in common.
+
+        `batches` yields those of all steps.
+        """
+        if len(self.phases) == 1:
+            yield self.phases[0], batches
+            return
+        of_step = list(itertools.islice(batches, len(step.micro_batches)))
+        for phase in self.phases:
+            if step.number % phase.every == 0:
+                yield phase, map(copied, of_step)
+
+    def add_metrics(self, phase: Phase, sums: BatchSums | None) -> None:
+        """Add the metric sums of a micro-batch of `phase`, if this rank has some."""
+        self._buffers[phase.name].add(sums)
+
+    def peek_metrics(self) -> dict[str, torch.Tensor]:
+        """Return the metric sums since the last log of each phase by name, as `MetricBuffer.peek`; on every rank.
+
+        Raises:
+            DivergedError: if one is not finite.
+        """
+        return {phase: each.peek(self.session.collectives.all_reduce) for phase, each in self._buffers.items()}
+
     def flush_metrics(self) -> dict[str, float]:
-        """Return a dict from the tag of each training metric to its mean since the last log, and empty the buffer.
+        """Return a dict from the tag of each training metric to its mean since the last log, and empty the buffers.
+
+        The loss of several phases is the sum of theirs, if each was due.
 
         Raises:
             DivergedError: if a metric is not finite.
         """
-        means = self.metric_buffer.flush(self.session.collectives.all_reduce)
-        return {f"train/{name}": value for name, value in means.items()}
+        means: dict[str, float] = {}
+        for buffer in self._buffers.values():
+            means |= buffer.flush(self.session.collectives.all_reduce)
+        losses = [each.names[0] for each in self._buffers.values()]
+        total = {"loss": sum(means[name] for name in losses)} if {*losses} <= means.keys() else {}
+        return {f"train/{name}": value for name, value in (total | means).items()}
 
-    def end_step(self, number: int) -> BatchSums:
-        """End the metric sums of step `number`, and return those of this process, by which `divide_gradients` divides.
+    def end_phase(self, phase: Phase, number: int) -> BatchSums:
+        """End the metric sums of `phase` of step `number`, and return those of this process, for `divide_gradients`.
 
         Called on every rank, which learns in the first step what the loss returns, if another rank computes it.
 
         Raises:
             ConfigError: if the loss returns something else than before.
         """
-        if self._has_own_count is None:
+        buffer = self._buffers[phase.name]
+        if phase.name not in self._has_own_count:
             for form in self.session.collectives.all_gather(self.run.workload.loss_form):
                 if form is not None:
-                    names, self._has_own_count = form
-                    self.metric_buffer.names = tuple(names)
-        return self.metric_buffer.end_step(number)
+                    names, self._has_own_count[phase.name] = form
+                    buffer.names = phase.prefixed(names)
+        return buffer.end_step(number)
 
-    def divide_gradients(self, sums: BatchSums) -> None:
+    def divide_gradients(self, phase: Phase, sums: BatchSums) -> None:
         """Divide the gradients by the count of the loss, if that is another than the number of samples; on every rank.
 
-        `sums` are those of the step on this process.
+        `sums` are those of `phase` on this process.
         """
-        if self._has_own_count:
+        if self._has_own_count.get(phase.name):
             self.run.parallel.divide_gradients(self.model, sums[1, 0])
 
     def record_evaluation(self, metrics: dict[str, float]) -> bool:
@@ -349,7 +390,7 @@ class State:
         broken = [tag for tag in losses if not math.isfinite(metrics[tag])]
         if broken:
             # Raises DivergedError for the first training step since the last log that was not finite, if any.
-            self.metric_buffer.peek(self.session.collectives.all_reduce)
+            self.peek_metrics()
             raise DivergedError(self.step, broken[0])
         self.metrics |= metrics
         self.stopping.evaluated(metrics, self.step)

@@ -239,26 +239,38 @@ def train_step(state: State, batches: Iterator[Any], step: Step, log_due: bool) 
         The gradient norm before clipping, a scalar on the device; None if no log is due and gradients are not clipped.
     """
     run, session, model = state.run, state.session, state.model
-    for micro in step.micro_batches:
-        with timer.section("data"):
-            batch = next(batches)
-        with run.parallel.measured(micro):
-            sums = run.parallel.accumulate(model, batch, micro, log_due)
-        state.metric_buffer.add(sums)
-    sums = state.end_step(min(step.local, step.number))  # in the last round, `local` may be beyond the end
+    norms, num_skipped = list[torch.Tensor | None](), 0
+    for phase, of_phase in state.phases_due(step, batches):
+        with run.parallel.phase(model, phase):
+            for micro in step.micro_batches:
+                with timer.section("data"):
+                    batch = next(of_phase)
+                with run.parallel.measured(micro):
+                    sums = run.parallel.accumulate(model, batch, micro, log_due)
+                state.add_metrics(phase, sums)
+            sums = state.end_phase(phase, min(step.local, step.number))  # in the last round, `local` may be beyond it
+            with timer.section("optimizer"):
+                state.divide_gradients(phase, sums)
+                num_skipped = num_skipped if norms else run.precision.num_skipped()
+                state.rates.set_lr(state.optimizer, step.number - 1 - num_skipped, session.num_steps)
+                clip = partial(run.parallel.clip_gradients, model, run.max_grad_norm)
+                clip_due = log_due or run.max_grad_norm is not None
+                combine_overflow = session.collectives.combine_overflow if session.plan.splits_network else None
+                norms.append(run.precision.step(state.optimizer, clip if clip_due else None, combine_overflow))
     with timer.section("optimizer"):
-        state.divide_gradients(sums)
-        num_skipped = run.precision.num_skipped()
-        state.rates.set_lr(state.optimizer, step.number - 1 - num_skipped, session.num_steps)
-        clip = partial(run.parallel.clip_gradients, model, run.max_grad_norm)
-        clip_due = log_due or run.max_grad_norm is not None
-        combine_overflow = session.collectives.combine_overflow if session.plan.splits_network else None
-        norm = run.precision.step(state.optimizer, clip if clip_due else None, combine_overflow)
         if not state.weights_are_followed or run.precision.num_skipped() == num_skipped:
             state.average.update()
             run.workload.after_step(model, step.local - num_skipped)
     state.step = step.number
-    return norm
+    return norm_of(norms)
+
+
+def norm_of(norms: list[torch.Tensor | None]) -> torch.Tensor | None:
+    """Return the norm of the gradients of all phases of a step, given those of each; None if they are not known."""
+    known = [norm for norm in norms if norm is not None]
+    if len(norms) == 1 or len(known) < len(norms):
+        return norms[0]
+    return torch.stack(known).norm()
 
 
 def log_training(state: State, recorder: Recorder, progress: Progress, norm: torch.Tensor | None) -> None:

@@ -143,6 +143,11 @@ class OneOfTwo(ProcessGroup):
 
     def __init__(self, rank: int):
         super(ProcessGroup, self).__init__([torch.device("cpu")], rank, 2)
+        self.reduced: dict[str, Any] = {}
+
+    def all_reduce(self, sums: dict[str, Any]) -> dict[str, Any]:
+        self.reduced = sums
+        return {name: torch.ones_like(each) for name, each in sums.items()}
 
     def from_rank_0(self, make: Callable[[], Any]) -> Any:
         return make()
@@ -157,12 +162,8 @@ def test_metric_sums_not_logged_yet_are_restored_on_rank_0_only(tmp_path, caplog
         alone = prepare_session(run)
         with caplog.at_level(logging.INFO, logger="runner"):
             state = prepare(run, replace(alone, collectives=OneOfTwo(rank)), tmp_path)
-
-        def all_reduce(sums: dict[str, Any], rank: int = rank) -> dict[str, Any]:
-            rows[rank] = sums["train"]
-            return {"train": torch.ones_like(sums["train"])}
-
-        state.metric_buffer.peek(all_reduce)
+            state.peek_metrics()
+        rows[rank] = state.session.collectives.reduced["train"]
     saved = torch.load(tmp_path / "checkpoints/step_00000005/state.pt", weights_only=True)["window"]
     assert saved.shape == (2, 2, 2)
     assert rows[0].equal(saved)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,8 +22,9 @@ from runner.parallel.launch.cluster import external_world_size
 from runner.parallel.launch.processes import Launcher
 from runner.parallel.session import Session
 from runner.system.section_timer import timer
-from runner.system.trees import Tree, call
+from runner.system.trees import Tree
 from runner.tracking.metrics import BatchSums, MetricSums
+from runner.workloads.phases import Phase
 
 
 @dataclass
@@ -87,6 +88,23 @@ class Parallel:
         compile_in_place(model, session.compile)
         return model
 
+    @contextmanager
+    def phase(self, model: torch.nn.Module, phase: Phase) -> Iterator[None]:
+        """A context in which only the parameters of `phase` are trained, on its loss."""
+        if phase.parameters is None:
+            yield
+            return
+        others = [p for name, p in model.named_parameters() if p.requires_grad and name not in phase.parameters]
+        self._session.workload.phase = phase.name
+        for parameter in others:
+            parameter.requires_grad_(False)
+        try:
+            yield
+        finally:
+            for parameter in others:
+                parameter.requires_grad_(True)
+                parameter.grad = None  # FSDP computes those of all parameters that it has gathered
+
     def measured(self, micro: MicroBatch) -> AbstractContextManager:
         """Return a context for the forward and the backward pass of `micro`, in which the mode may measure the step."""
         return nullcontext()
@@ -104,12 +122,15 @@ class Parallel:
             The sums and counts of the training metrics over the micro-batch, on the device; None on a rank without the
             loss, as in a pipeline.
         """
-        workload, precision = self._session.workload, self._session.precision
+        precision = self._session.precision
         with timer.section("forward"), precision.autocast():
-            loss, sums = workload.loss(model, batch)
+            loss, sums = self._loss(model, batch)
         with timer.section("backward"):
             precision.backward(loss * micro.weight if micro.weight != 1 else loss)
         return sums
+
+    def _loss(self, model: torch.nn.Module, batch: Any) -> tuple[torch.Tensor, BatchSums]:
+        return self._session.workload.loss(model, batch)
 
     def divide_gradients(self, model: torch.nn.Module, count: torch.Tensor) -> None:
         """Divide the gradients, which are those of a loss per sample, by the mean count per sample.
@@ -145,7 +166,7 @@ class Parallel:
         return self._session.workload.summarize(sums), sums
 
     def _infer(self, model: torch.nn.Module, inputs: Tree) -> Any:
-        return call(model, inputs)
+        return self._session.workload.outputs(model, inputs)
 
     def _sums(self, infer: Callable[[Tree], Any]) -> MetricSums:
         session = self._session

@@ -16,7 +16,7 @@ from runner.config.limits import Range
 from runner.parallel.batch_norm import convert_sync_batch_norm
 from runner.parallel.buffers import named_buffers
 from runner.parallel.compiling import refuse_step
-from runner.parallel.multiprocess import MultiProcess, finds_unused
+from runner.parallel.multiprocess import MultiProcess, Within, finds_unused
 from runner.parallel.session import Session
 from runner.system import torch_private
 from runner.tracking.metrics import BatchSums
@@ -60,9 +60,16 @@ class DDP(MultiProcess):
             torch_private.split_compiled_ddp(not self.sync_batch_norm and self.bucket_mb >= 1)
         model = super()._place(model, session)
         session.collectives.broadcast([*model.parameters(), *named_buffers([model]).values()])  # DDP's knows few dtypes
+        # One for each phase of a step, which all-reduces the gradients of the parameters that the phase trains.
+        self._replicas = dict[str, torch.nn.parallel.DistributedDataParallel]()
+        for phase in session.workload.phases(model):
+            with self.phase(model, phase):
+                self._replicas[phase.name] = self._replica(model)
+        return model
+
+    def _replica(self, model: torch.nn.Module) -> torch.nn.parallel.DistributedDataParallel:
         replica = torch.nn.parallel.DistributedDataParallel(
-            model,
-            device_ids=[device.index] if device.type != "cpu" else None,
+            Within(model),
             bucket_cap_mb=self.bucket_mb,
             find_unused_parameters=finds_unused(self.find_unused, model) and not self.static_graph,
             gradient_as_bucket_view=self.gradients_as_views,
@@ -72,8 +79,7 @@ class DDP(MultiProcess):
         replica.broadcast_buffers = False  # the argument has another name since torch 2.14
         if self.compression != "none":
             replica.register_comm_hook(*self._hook())
-        self._replica = replica
-        return model
+        return replica
 
     def _hook(self) -> tuple[Any, Any]:
         if self.compression == "powersgd":
@@ -88,5 +94,8 @@ class DDP(MultiProcess):
     def accumulate(self, model: torch.nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> BatchSums | None:
         # DDP averages over the processes, but the weights of their micro-batches already add up to one.
         micro = micro._replace(weight=micro.weight * self._session.world_size)
-        with nullcontext() if micro.is_last else self._replica.no_sync():
-            return super().accumulate(self._replica, batch, micro, log_due)
+        with nullcontext() if micro.is_last else self._replicas[self._session.workload.phase].no_sync():
+            return super().accumulate(model, batch, micro, log_due)
+
+    def _loss(self, model: torch.nn.Module, batch: Any) -> tuple[torch.Tensor, BatchSums]:
+        return self._replicas[self._session.workload.phase](super()._loss, batch)

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from runner.batching import MicroBatch, Plan
+from runner.batching import Plan
 from runner.config.errors import check
 from runner.device import Device
 from runner.parallel.base import Parallel
@@ -50,8 +50,8 @@ class DP(Parallel):
             self._replicas = torch.nn.DataParallel(model, [each.index for each in devices])
         return model
 
-    def accumulate(self, model: torch.nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> BatchSums | None:
-        return super().accumulate(self._replicas, batch, micro, log_due)
+    def _loss(self, model: torch.nn.Module, batch: Any) -> tuple[torch.Tensor, BatchSums]:
+        return super()._loss(self._replicas, batch)
 
     def _infer(self, model: torch.nn.Module, inputs: Tree) -> Any:
         return super()._infer(self._replicas, inputs)

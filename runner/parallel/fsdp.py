@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, cast
 
 import torch
 from torch import nn
@@ -18,15 +18,17 @@ from runner.data.base import copied
 from runner.parallel.batch_norm import convert_sync_batch_norm
 from runner.parallel.collectives import Collectives
 from runner.parallel.compiling import compile_in_place, modules_of_blocks, refuse_step
-from runner.parallel.multiprocess import MultiProcess, finds_unused
+from runner.parallel.multiprocess import MultiProcess, Within, finds_unused
 from runner.parallel.session import Session
-from runner.system.trees import call, map_tensors
+from runner.system.trees import map_tensors
 from runner.tracking.metrics import BatchSums, MetricSums
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _ROUNDED = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
@@ -95,6 +97,10 @@ class FSDP(MultiProcess):
         self._finds_unused = finds_unused(self.find_unused, model)
         if set_unused := getattr(model, "set_reduce_scatter_unused_params", None):  # since torch 2.14
             cast(Callable[[bool], None], set_unused)(self._finds_unused)
+        self._step = Within(model)
+        if session.workload.has_steps:  # which may call parts of the network, that FSDP does not gather for them
+            fully_shard(self._step, **options)
+            self._step(lambda model: None)  # as the first one is the root
         compile_in_place(model, session.compile)
         return model
 
@@ -107,6 +113,20 @@ class FSDP(MultiProcess):
             for name in self._gathered.unused(self._session.collectives):
                 model.get_parameter(name).grad = None
         return sums
+
+    def _loss(self, model: torch.nn.Module, batch: Any) -> tuple[torch.Tensor, BatchSums]:
+        return self._whole(super()._loss, model, batch)
+
+    def _whole(self, function: Callable[..., T], model: torch.nn.Module, batch: Any) -> T:
+        """Return `function(model, batch)`; the parameters that are in no block are gathered for the steps of a user."""
+        if not self._session.workload.has_steps:
+            return function(model, batch)
+
+        def gathered(model: Any) -> T:
+            model.unshard()
+            return function(model, batch)
+
+        return self._step(gathered)
 
     def evaluate(self, model: torch.nn.Module) -> tuple[dict[str, float], MetricSums]:
         from torch.distributed.fsdp import FSDPModule
@@ -131,7 +151,8 @@ class FSDP(MultiProcess):
         if not specs:
             return None
         zeros = partial(torch.zeros_like, device=self._session.device)
-        return call(model, map_tensors(zeros, specs[0]) if inputs is None else copied(inputs))
+        inputs = map_tensors(zeros, specs[0]) if inputs is None else copied(inputs)
+        return self._whole(super()._infer, model, inputs)
 
 
 class GatheredParameters:

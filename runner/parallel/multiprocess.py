@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import socket
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -94,6 +95,20 @@ class MultiProcess(Parallel, ABC):
     def allocate_shared_state(self, session: Session) -> Any:
         """Allocate and return memory that all processes of this machine share; return None if the mode needs none."""
         return None
+
+
+class Within(torch.nn.Module):
+    """A network as the module that a mode wraps: a call computes a function of the network, such as its loss.
+
+    The network may be called several times in it, and so may its submodules, of which a wrapper would not know.
+    """
+
+    def __init__(self, model: torch.nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        return function(self.model, *arguments)
 
 
 def finds_unused(choice: bool | str, model: torch.nn.Module) -> bool:

@@ -115,19 +115,26 @@ class MetricBuffer:
         values = all_reduce({"train": table})["train"].cpu()
         if (empty := values[:, 1, 0] <= 0).any():
             row = int(empty.nonzero()[0])
-            raise DivergedError(self._steps[row], "the loss", f"has the count {values[row, 1, 0]:g}, and no mean")
+            raise DivergedError(self._steps[row], self._shown(0), f"has the count {values[row, 1, 0]:g}, and no mean")
         broken = values.isfinite().logical_not().any(1)
         if broken.any():
             row, metric = broken.nonzero()[0].tolist()
-            name = f"train/{self.names[metric]}" if metric else "the loss"
-            raise DivergedError(self._steps[row], name)
+            raise DivergedError(self._steps[row], self._shown(metric))
         return values
 
     def flush(self, all_reduce: Callable[[MetricSums], MetricSums]) -> dict[str, float]:
-        """Call `peek`, empty the buffer, and return the mean of each metric, its sum divided by its count, by name."""
+        """Call `peek`, empty the buffer, and return the mean of each metric, its sum divided by its count, by name.
+
+        The dict is empty if there were no steps.
+        """
+        if not self._steps:
+            return {}
         sums, counts = self.peek(all_reduce).double().sum(0)
         self._rows, self._steps = [self._rows[0][:0]], array("q")
         return dict(zip(self.names, (sums / counts).tolist(), strict=True))
+
+    def _shown(self, metric: int) -> str:
+        return "the loss" if self.names[metric] == "loss" else f"train/{self.names[metric]}"
 
 
 class StepTimer:

@@ -138,6 +138,7 @@ def record(
     gradients: Tensors = {}
     written, replaced = set[str](), set[str]()
     before: list[Any] = []
+    weights: dict[str, Any] = {}
 
     def watched(batches: Iterator[Any]) -> Iterator[Any]:
         for batch in batches:
@@ -161,7 +162,12 @@ def record(
             elif is_in_place or address != local_part(parameter).data_ptr() or not bits.equal(_bits(parameter)):
                 replaced.add(name)
 
+    def after_update(*_: Any) -> None:
+        named = state.model.named_parameters()
+        weights.update({name: (p._version, local_part(p).data_ptr(), _bits(p).clone()) for name, p in named})
+
     state.optimizer.register_step_pre_hook(before_update)
+    state.optimizer.register_step_post_hook(after_update)
     batches = watched(run.workload.batches(state.model, plan, 0, session.device))
     take_step = step_function(state)
     state.modules.train()
@@ -169,17 +175,21 @@ def record(
         change(module)
     for step in plan.steps(0, session.num_steps):
         samples.append([])
-        named = state.model.named_parameters()
-        weights = {name: (p._version, local_part(p).data_ptr(), _bits(p).clone()) for name, p in named}
+        after_update()
         take_step(state, batches, step, True)
         keep_first_gradients()  # of a compiled step, which has no hooks, but keeps gradients; others have none left
         state.hooks.after_step(state)
     call_other_hooks(state)
-    sums, counts = state.metric_buffer.peek(collectives.all_reduce)[:, :, 0].unbind(1)
-    losses = sums / counts
+    losses: Tensors = {}
+    for phase in state.phases:
+        rows = state.peek_metrics()[phase.name]
+        named = (
+            f"{phase.name} {number}".strip() for number in range(phase.every, len(rows) * phase.every + 1, phase.every)
+        )
+        losses |= {f"step {name}": row[0, 0] / row[1, 0] for name, row in zip(named, rows, strict=True)}
     draws = bool(before) and not _are_equal(before[0], random_states(session.devices))
 
-    tensors = {"loss": {f"step {number}": loss for number, loss in enumerate(losses, start=1)}}
+    tensors = {"loss": losses}
     ours = {(name, session.rank): buffer.cpu() for name, buffer in state.model.named_buffers()}
     of_ranks = collectives.gather_to_rank0(ours)
     tensors["buffers of ranks"] = {f"{name} of rank {rank}": each for (name, rank), each in of_ranks.items()}

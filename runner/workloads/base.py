@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from runner.config.errors import ABSENT, ConfigError, check
-from runner.system.trees import Tree
+from runner.system.trees import Tree, call
 from runner.tracking.metrics import BatchSums, MetricSums
+from runner.workloads.phases import Phase
 
 if TYPE_CHECKING:
     import torch
@@ -46,6 +47,12 @@ class Workload(ABC):
     may_change_on_resume: ClassVar[tuple[str, ...]] = ()
     """Options that may differ on resume."""
 
+    has_steps: ClassVar[bool] = False
+    """Whether `loss` and `outputs` are code of a user that may call parts of the network by themselves."""
+
+    phase: str = field(default="", init=False)
+    """The name of the phase whose loss `loss` is; empty if there is only one."""
+
     split: str = field(default="", init=False)
     """The part of the data that is evaluated (see `session_with_data`); empty in training, or without parts."""
 
@@ -73,6 +80,10 @@ class Workload(ABC):
     @abstractmethod
     def build_model(self) -> torch.nn.Module:
         """Create the model on the CPU, initialized from the global random number generator of torch."""
+
+    def phases(self, model: torch.nn.Module) -> list[Phase]:
+        """Return the phases of a step, in their order; raises `ConfigError` if they do not fit the whole `model`."""
+        return [Phase()]
 
     def input_shape(self) -> tuple[int, ...] | None:
         """Return the shape of one input; None (the default) if the model takes anything other than one tensor."""
@@ -137,6 +148,10 @@ class Workload(ABC):
         None (the default) if an evaluation runs no code of a user but the network.
         """
         return None
+
+    def outputs(self, model: torch.nn.Module, inputs: Tree) -> Any:
+        """Return what `model` returns for `inputs` in an evaluation."""
+        return call(model, inputs)
 
     @abstractmethod
     def evaluate(self, infer: Callable[[Tree], Any], shard: tuple[int, int], device: torch.device) -> MetricSums:

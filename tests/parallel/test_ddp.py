@@ -120,7 +120,7 @@ def elements_sent(config: dict[str, Any], directory: Path) -> list[int]:
             future.set_result(bucket.buffer())
             return future
 
-        run.parallel._replica.register_comm_hook(None, hook)
+        run.parallel._replicas[""].register_comm_hook(None, hook)
         batches = session.workload.batches(state.model, session.plan, 0, session.device)
         for micro in session.plan.micro_batches(1):
             run.parallel.accumulate(state.model, next(batches), micro, False)
