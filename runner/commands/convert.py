@@ -42,7 +42,7 @@ from runner.storage.state_dict import header, renamed, with_versions
 from runner.system.console import DONE
 from runner.system.import_path import is_installed
 from runner.system.trees import Tree, call, map_tensors, num_rows, tensors_of
-from runner.workloads.supervised import DataWorkload
+from runner.workloads.data import DataWorkload
 
 _WEIGHTS = (".safetensors", ".pt", ".pth")
 _MAX_REASON = 1000  # characters of what an exporter says

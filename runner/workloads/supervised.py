@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-import json
-import logging
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar
 
 import torch
 
-from runner.batching import MicroBatch, Plan
-from runner.config.errors import check, did_you_mean, errors_under
-from runner.config.limits import NonNegativeInt, PositiveInt
-from runner.data.base import Batch, Data, Samples
-from runner.model.base import Model
-from runner.storage.signature import check_same_names, check_same_samples
-from runner.system.trees import Tree, call, leaves_of, map_leaves, map_tensors
+from runner.config.errors import check, did_you_mean
+from runner.data.base import Batch, Samples
+from runner.system.trees import Tree, call, leaves_of, map_leaves
 from runner.tracking.metrics import BatchSums, batch_sums
 from runner.workloads.base import Workload
+from runner.workloads.data import DataWorkload, S
 from runner.workloads.evaluation_metrics import EvaluationMetrics
 from runner.workloads.named_metrics import Named, check_names
-
-log = logging.getLogger(__name__)
-
-S = TypeVar("S", bound=Samples)
 
 
 @dataclass
@@ -52,19 +43,13 @@ class SupervisedWorkload(Workload):
 
 
 @dataclass
-class DataWorkload(SupervisedWorkload, Generic[S]):
+class SupervisedDataWorkload(SupervisedWorkload, DataWorkload[S]):
     """A supervised workload whose batches come from a data set.
 
-    `prepare` loads the training samples as the attribute `train`, and the samples for evaluations as `held_out`. The
-    attribute `extra` holds the metrics that evaluations measure besides those of the workload itself.
+    The attribute `extra` holds the metrics that evaluations measure besides those of the workload itself.
     """
 
-    model: Model
-    data: Data
-    eval_batch_size: PositiveInt = 256
-    overfit_batches: NonNegativeInt = 0
     metrics: tuple[str, ...] = ()
-    best_metric: str | None = None
 
     may_change_on_resume: ClassVar[tuple[str, ...]] = ("eval_batch_size", "metrics")
     named_metrics: ClassVar[Mapping[str, Named]] = {}
@@ -77,10 +62,6 @@ class DataWorkload(SupervisedWorkload, Generic[S]):
         measured = [*self.eval_metrics(), *self.metrics]
         why, remedy = "evaluations do not measure it;", did_you_mean(self.best_metric or "", measured)
         check(self.best_metric in (None, *measured), "best_metric", self.best_metric, why, remedy)
-
-    @abstractmethod
-    def usable(self, samples: Samples) -> S:
-        """Return `samples`; raises `ConfigError` with the key `data` if this workload cannot be trained on them."""
 
     @classmethod
     def best_for(cls, options: Mapping[str, Any]) -> tuple[str, str]:
@@ -95,127 +76,9 @@ class DataWorkload(SupervisedWorkload, Generic[S]):
         functions = {name: each.function for name, each in chosen.items()}
         return EvaluationMetrics(functions, {name: each.goal for name, each in chosen.items()})
 
-    @property
-    def num_outputs(self) -> int:
-        """The number of outputs for one sample, such as classes; known after `prepare`."""
-        raise NotImplementedError(f"{type(self).__name__} does not say how many outputs its network has")
-
-    def build_model(self) -> torch.nn.Module:
-        num_outputs = self.num_outputs  # an error of it is one of the data
-        with errors_under("model"):
-            return self.model.build(self.train.shape, num_outputs)
-
-    @property
-    def num_data_workers(self) -> int:
-        return self.train.num_workers
-
-    def prepare(self) -> None:
-        with errors_under("data"):
-            train, held_out = self.data.load()
-        self.use(train, held_out)
-
     def use(self, train: Samples, held_out: Samples) -> None:
-        """Train on `train`, and evaluate on `held_out`; raises `ConfigError` if an option does not suit them."""
-        self.train, self.held_out = self.usable(train), self.usable(held_out)
-        num_dims, shape = self.model.num_dims, self.train.shape
-        if num_dims is not None and not (isinstance(shape, tuple) and len(shape) == num_dims):
-            shape = list(shape) if isinstance(shape, tuple) else shape
-            why = f"an input of {type(self.data).__name__} has the shape {shape}, and it needs {num_dims} dimensions"
-            raise self.model.refused(why, "use model=qnet")
+        super().use(train, held_out)
         self.extra = self.extra_metrics()
-
-    def samples_identity(self) -> dict[str, Any]:
-        return {"training": len(self.train), "held_out": len(self.held_out), "sha256": self.train.fingerprint()}
-
-    def continue_with(self, saved: Mapping[str, Any]) -> None:
-        now = json.loads(json.dumps(self.signature()))  # lists in place of tuples, as in `saved`
-        # Columns are matched by name, but none may be missing or new.
-        check_same_names(_sorted_names(saved), _sorted_names(now))
-        if any(key in saved and saved[key] != now.get(key) for key in ("columns", "targets", "scale", "image")):
-            with errors_under("data"):
-                splits = self.data.splits(saved)
-                train, held_out = splits["train"](), splits["val"]()
-            self.use(train, held_out)
-
-    def check_same_samples(self, saved: Mapping[str, Any]) -> str:
-        return check_same_samples(saved.get("data", {}), self.samples_identity(), self.data.changed == "accept")
-
-    def session_with_data(self, saved: Mapping[str, Any], split: str | None, is_other: bool) -> None:
-        with errors_under("data"):
-            splits = self.data.splits(saved)
-        name = split or ("val" if "val" in splits else next(iter(splits)))
-        check(name in splits, "--split", name, "this data has no such split", f"it has {', '.join(splits)}")
-        samples = splits[name]()
-        before = saved.get("data", {}).get("sha256", "")
-        if split is None and samples.fingerprint() != before:
-            if is_other:
-                name = next(iter(splits))
-                samples = splits[name]()
-            elif before:
-                log.warning("the data has changed since the checkpoint: the run may have trained on these samples")
-        check(len(samples) > 0, "--split", name, "there are no samples in it", "--split all")
-        self.split = name
-        self.use(samples, samples)
-        check_same_names(saved, self.signature())
-
-    def saved_model(self, signature: Mapping[str, Any]) -> torch.nn.Module:
-        names = signature.get("classes") or signature.get("targets")
-        if not names:
-            return super().saved_model(signature)
-        with errors_under("model"):
-            return self.model.build(tuple(signature["inputs"]), len(names))
-
-    def summary(self) -> str:
-        """Return the data set and the numbers of its samples in words."""
-        name = type(self.data).__name__
-        if not self.split:
-            return f"{name}, {len(self.train):,} training and {len(self.held_out):,} held-out samples"
-        path = getattr(self.data, "root", None) or getattr(self.data, "file", None)
-        return f"{name}{f' {path}' if path else ''}, {len(self.held_out):,} samples (--split {self.split})"
-
-    def input_shape(self) -> tuple[int, ...] | None:
-        return self.train.shape
-
-    def steps_per_epoch(self, batch_size: int) -> float:
-        samples = len(self.train)
-        why = f"the data has only {samples} training samples, so a batch would contain some of them twice"
-        check(batch_size <= samples, "batch_size", batch_size, why, f"use at most batch_size={samples}")
-        return samples / batch_size
-
-    def batches(self, model: torch.nn.Module, plan: Plan, after_step: int, device: torch.device) -> Iterator[Batch]:
-        return self.batches_of(plan, self._positions(plan, plan.stream(after_step)), device)
-
-    def batches_of(self, plan: Plan, micros: Iterable[MicroBatch], device: torch.device) -> Iterator[Batch]:
-        """Yield the inputs and targets of each micro-batch in `micros`, on `device`."""
-        return self.train.batches(micros, plan.seed, device)
-
-    def _positions(self, plan: Plan, micros: Iterable[MicroBatch]) -> Iterable[MicroBatch]:
-        """Return `micros`; with `overfit_batches` n > 0, micro-batches of batch k modulo n in place of batch k."""
-        if not self.overfit_batches:
-            return micros
-        span = self.overfit_batches * plan.batch_size
-        return (m._replace(start=m.start % span, stop=m.start % span + m.stop - m.start) for m in micros)
-
-    def extra_results(self, all_gather: Callable[[Any], list[Any]]) -> dict[str, Any]:
-        return self.train.extra_results(all_gather) | self.held_out.extra_results(all_gather)
-
-    def close(self) -> None:
-        self.train.close()
-        self.held_out.close()
-
-    def diverged_batch(self, plan: Plan, step: int, device: torch.device) -> dict[str, Tree]:
-        stream = self.batches_of(plan, self._positions(plan, plan.micro_batches(step)), device)
-        parts = [map_tensors(torch.Tensor.cpu, each) for each in stream]
-        try:
-            inputs, targets = map_leaves(lambda *leaves: torch.cat(leaves), *parts)
-        except (RuntimeError, TypeError, ValueError):  # of several lengths, or no tensors
-            return {"micro_batches": [tuple(each) for each in parts]}
-        return {"inputs": inputs, "targets": targets}
-
-
-def _sorted_names(signature: Mapping[str, Any]) -> dict[str, Any]:
-    names = {key: sorted(signature[key]) for key in ("targets", "columns") if signature.get(key)}
-    return dict(signature) | names
 
 
 def comparable(outputs: Tree, targets: Tree) -> tuple[Tree, Tree]:
