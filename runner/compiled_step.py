@@ -6,6 +6,7 @@ import inspect
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from runner.seeds import random_states, set_random_states
 from runner.state import State
 from runner.system import torch_private
 from runner.system.section_timer import timer
+from runner.torch_optimizer import parts_of
 from runner.tracking.metrics import BatchSums
 
 log = logging.getLogger(__name__)
@@ -35,7 +37,7 @@ class CompiledStep:
 
     Raises:
         ConfigError: if the loss is scaled, a parameter has hooks, or the optimizer would behave differently after its
-            first step.
+            first step, or when it is compiled.
     """
 
     def __init__(self, state: State):
@@ -48,17 +50,21 @@ class CompiledStep:
         hooked = [name for name, each in model.named_parameters() if each._backward_hooks]
         why = f"it does not call the hooks of parameters ({', '.join(hooked[:3])})"
         check(not hooked, "compile", "step", why, "compile=true")
-        has_momentum = any(group.get("momentum") for group in state.optimizer.param_groups)
-        if isinstance(state.optimizer, torch.optim.SGD) and has_momentum and not state.optimizer.state:
-            why = "its first step differs from the later ones"
-            raise ConfigError("optimizer.name", "SGD", why, "optimizer=sgd, or compile=true")
+        groups = [group for group in state.optimizer.param_groups if "dampening" in group and group["momentum"]]
+        why, remedy = "SGD's first step differs from the later ones", "no dampening, or compile=true"
+        begun = all(p in state.optimizer.state for group in groups for p in group["params"])
+        check(begun, "optimizer.options", "dampening", why, remedy)
+        parts = parts_of(state.optimizer)
+        why = "it orthogonalizes in bfloat16, and compiled code rounds elsewhere"
+        check(all(type(each).__name__ != "Muon" for each in parts), "optimizer", "muon", why, "compile=true")
         self._parameters: dict[str, torch.Tensor] = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self._buffers, self._without_value = dict(model.named_buffers()), without_value(model)
         self._averages, has_begun = state.average.pairs()
         self._later_share = 1 - (run.ema.decay or 0)
         share = self._later_share if has_begun else 1.0
         self._share = torch.tensor(share, device=device, dtype=sum_dtype(device))
-        self._optimizer_step = inspect.unwrap(type(state.optimizer).step)  # torch's hooks cannot be compiled
+        # Torch's hooks cannot be compiled.
+        self._updates = [partial(inspect.unwrap(type(each).step), each) for each in parts]
         self._accumulates = state.session.plan.accumulation > 1
         self._add, self._train = compile_whole(self._add_gradients, device), compile_whole(self._take_step, device)
         is_double = any(p.dtype == torch.float64 for p in self._parameters.values())
@@ -168,7 +174,7 @@ class CompiledStep:
 
     def _take_step(self, batch: Any, weight: float, count: torch.Tensor) -> tuple[BatchSums, torch.Tensor]:
         """Add the gradients of the last micro-batch, divide them, and update; `count` is that of the ones before."""
-        state, run = self._state, self._state.run
+        run = self._state.run
         sums = self._add_gradients(batch, weight)
         if self._has_own_count:
             factor = run.batch_size / (count + sums[1, 0])
@@ -178,7 +184,8 @@ class CompiledStep:
         norm = torch.stack([torch.linalg.vector_norm(each) for each in self._gradients.values()]).square().sum().sqrt()
         if run.max_grad_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(self._parameters.values(), run.max_grad_norm, norm)
-        self._optimizer_step(state.optimizer)
+        for update in self._updates:
+            update()
         for average, parameter in self._averages:
             average.lerp_(parameter, self._share.to(average.dtype))
         return sums, norm

@@ -6,30 +6,34 @@ import functools
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, make_dataclass, replace
 from typing import Annotated, Any, ClassVar, NamedTuple
 
 import torch
 
-from runner.config.errors import ABSENT, ConfigError, check, did_you_mean, see_comments
+from runner.config.errors import ABSENT, check, did_you_mean, errors_under
 from runner.config.limits import Fraction, Range
 from runner.config.name_patterns import matching, names_to_match
+from runner.config.options import option_contents
+from runner.config.schema import checked_values, field_types, load_class, option_fields, typed_values
 from runner.models.blocks import block_indices, blocks_of
+from runner.torch_optimizer import can_fuse, joined, of_torch
 
 RATE = Range(above=0, most=1000)  # a larger value is a typo: with it, every optimizer here diverges within a few steps
 DECAY = Range(least=0, most=1000)
 
 
 class ParameterGroup(NamedTuple):
-    """Parameters with the same learning rate and weight decay.
+    """Parameters that one class of `torch.optim` updates, with the same options.
 
-    `name` is the pattern or the block that determines the rate; empty for the base learning rate, whose group alone may
-    have no parameters.
+    `name` is the pattern or the block that determines the learning rate; empty for the base rate, whose group alone may
+    have no parameters. `kind` is the name of the class, `fuses` whether it may be fused, and `options` its arguments.
     """
 
     name: str
-    lr: float
-    weight_decay: float
+    kind: str
+    fuses: bool
+    options: dict[str, Any]
     parameters: list[str]
 
 
@@ -38,61 +42,113 @@ class Optimizer(ABC):
     """The options from which `build` creates a `torch.optim.Optimizer` for a model's trainable parameters.
 
     They are explained in `conf/optimizer/_optimizer.yaml`. The first pattern in `groups` that matches a parameter
-    decides on its `lr` and `weight_decay`, before `layer_decay` and `decay_norms`.
+    decides on its options, before `layer_decay` and `decay_norms`.
     """
 
     lr: Annotated[float, RATE]
     weight_decay: Annotated[float, DECAY] = 0.0
+    options: dict[str, Any] | None = None  # not {}: Hydra would refuse to override it
     fused: bool = True
-    groups: dict[str, Any] | None = None  # not {}: Hydra would refuse to override it
+    groups: dict[str, Any] | None = None
     layer_decay: Annotated[float, Range(above=0, most=1)] = 1.0
     decay_norms: bool = True
 
-    needs_whole_parameters: ClassVar[bool] = False
-    """Whether parallel modes that shard parameters are refused."""
+    fuses: ClassVar[bool] = True
+    """Whether fused kernels of torch may be used."""
 
     def __post_init__(self) -> None:
-        for pattern, options in (self.groups or {}).items():
-            key = f"groups.{pattern}"
-            why = "it is not a mapping with lr or weight_decay"
-            check(isinstance(options, Mapping) and bool(options), key, options, why, "for example {head: {lr: 0.01}}")
-            for name, value in options.items():
-                if name not in ("lr", "weight_decay"):
-                    remedy = did_you_mean(name, ("lr", "weight_decay"))
-                    raise ConfigError(f"{key}.{name}", ABSENT, "a group has no such option;", remedy)
-                is_number, limits = type(value) in (int, float), RATE if name == "lr" else DECAY
-                why = f"it must be a finite number {limits}"
-                check(is_number and value in limits, f"{key}.{name}", value, why, see_comments(self))
+        self._further()
+        for pattern in self.groups or ():
+            self.of_group(pattern)
+
+    @abstractmethod
+    def kinds(self) -> tuple[str, ...]:
+        """Return the names of the classes of `torch.optim` that update the parameters."""
+
+    def kind_of(self, parameter: torch.Tensor) -> str:
+        """Return the one of `kinds` that updates `parameter`."""
+        return self.kinds()[0]
+
+    def arguments(self, kind: str) -> dict[str, Any]:
+        """Return the arguments of the class `kind` of `torch.optim`, but for those that choose its implementation."""
+        options = {field.name: getattr(self, field.name) for field in fields(self)}
+        if "beta1" in options:
+            options["betas"] = (options["beta1"], options["beta2"])
+        known = {*_parameters_of(kind)} - {"fused", "foreach"}
+        return {name: value for name, value in (options | self._further()).items() if name in known}
+
+    def needs_whole_parameters(self) -> str:
+        """Return the key of what parallel modes that shard parameters refuse; empty if it is nothing."""
+        parts = {"optimizer": self} | {f"optimizer.groups.{name}": self.of_group(name) for name in self.groups or ()}
+        return next((key for key, part in parts.items() if "Muon" in part.kinds()), "")
+
+    def of_group(self, pattern: str) -> Optimizer:
+        """Return the options of the group `pattern`: what it sets, and otherwise those of this optimizer.
+
+        If it names another `optimizer`, they are otherwise the defaults of that option.
+
+        Raises:
+            ConfigError: if there is no such option, or its value is not allowed.
+        """
+        key, given = f"groups.{pattern}", (self.groups or {})[pattern]
+        why, remedy = "it is not a mapping of options", "for example {head: {lr: 0.01}}"
+        check(isinstance(given, Mapping) and bool(given), key, given, why, remedy)
+        with errors_under(key):
+            given, part = dict(given), replace(self, groups=None)
+            named = {"name": given.pop("name")} if "name" in given else {}
+            if (option := given.pop("optimizer", None)) is not None:
+                known = option_contents("optimizer")
+                why, remedy = "there is no such optimizer;", did_you_mean(str(option), known)
+                check(option in known, "optimizer", option, why, remedy)
+                cls: Any = load_class(known[option]["_target_"], Optimizer)
+                values = {name: value for name, value in known[option].items() if name != "_target_"}
+                part = cls(**typed_values(cls, values | named | {"fused": self.fused, "decay_norms": self.decay_norms}))
+            elif named:
+                part = replace(part, options=None, **checked_values(type(part), named))
+            betas, options = given.get("betas"), option_fields(type(part))
+            if (
+                "beta1" in options
+                and isinstance(betas, Sequence)
+                and len(betas) == 2
+                and not {"beta1", "beta2"} & {*given}
+            ):
+                given |= {"beta1": betas[0], "beta2": betas[1]}
+                del given["betas"]
+            values = checked_values(_schema(type(part), part.kinds()), given)
+            own = {name: value for name, value in values.items() if name in options}
+            further = {name: given[name] for name in values.keys() - own.keys()}
+            own["options"] = {**(part.options or {}), **own.get("options", {}), **further} or None
+            return replace(part, **own)
+
+    def _further(self) -> dict[str, Any]:
+        """Return `options`, as the types that they have in `torch.optim`."""
+        if not self.options:
+            return {}
+        with errors_under("options"):
+            return checked_values(_schema(type(self), self.kinds(), False), self.options)
 
     def build(self, model: torch.nn.Module, groups: Sequence[ParameterGroup] | None = None) -> torch.optim.Optimizer:
         """Return an optimizer for the parameters of `model` that require gradients.
 
         `groups` is what `parameter_groups` returns for the whole model, if `model` is the part of it that this rank
-        holds.
+        holds. There is one optimizer of torch for each of their kinds; several are joined.
         """
-        held, found = dict(model.named_parameters()), []
+        held, found = dict(model.named_parameters()), dict[tuple[str, bool], list[dict[str, Any]]]()
         for group in self.parameter_groups(model) if groups is None else groups:
             parameters = [held[name] for name in group.parameters if name in held]
-            options = {"lr": group.lr, "weight_decay": group.weight_decay, "name": group.name}
-            found.append({"params": parameters} | options)
+            options = {"params": parameters, "name": group.name, **group.options}
+            found.setdefault((group.kind, group.fuses), []).append(options)
         sparse = {
             p for module in model.modules() if getattr(module, "sparse", None) is True for p in module.parameters()
         }
         fused = self.fused and all(map(can_fuse, trainable(model))) and sparse.isdisjoint(trainable(model))
-        return self.build_from_groups(found, fused)
-
-    @abstractmethod
-    def build_from_groups(self, groups: list[dict[str, Any]], fused: bool) -> torch.optim.Optimizer:
-        """Return an optimizer for `groups`, as torch takes them, each with its `lr` and `weight_decay`.
-
-        `fused` says whether fused kernels are asked for, and can update all of the parameters.
-        """
+        return joined([of_torch(*key, each, self.fused, fused) for key, each in found.items()])
 
     def parameter_groups(self, model: torch.nn.Module) -> list[ParameterGroup]:
         """Return the groups of the trainable parameters of the whole model, first that of the base learning rate.
 
-        Raises `ConfigError` if a pattern matches no trainable parameter, or only parameters of an earlier pattern, or
-        if `layer_decay` is below 1 and the network lists no blocks.
+        Raises `ConfigError` if a pattern matches no trainable parameter, or only parameters of an earlier pattern, if
+        torch refuses the options of a group, or if `layer_decay` is below 1 and the network lists no blocks.
         """
         parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         has_any = next(model.parameters(), None) is not None
@@ -104,17 +160,25 @@ class Optimizer(ABC):
         why = f"{type(model).__name__} has no blocks() from which the depth of a parameter could be told"
         remedy = "'optimizer.groups={PATTERN: {lr: 0.01}}'"
         check(bool(blocks) or self.layer_decay == 1, "optimizer.layer_decay", self.layer_decay, why, remedy)
-        groups: dict[tuple[str, float, float], list[str]] = {("", self.lr, self.weight_decay): []}
-        for name, parameter in parameters.items():
+        parts = {"": self} | {pattern: self.of_group(pattern) for pattern in self.groups or ()}
+        groups: dict[str, ParameterGroup] = {}
+        for name, parameter in [("", torch.empty(1, 1)), *parameters.items()]:
             pattern = pattern_of.get(name, "")
-            options = (self.groups or {}).get(pattern, {})
-            above = len(blocks) - 1 - block_of[name] if self.layer_decay < 1 else 0
-            label = pattern if "lr" in options else blocks[block_of[name]] if above else ""
-            lr = options.get("lr", self.lr * self.layer_decay**above)
-            decays = self.decay_norms or parameter.dim() > 1
-            weight_decay = options.get("weight_decay", self.weight_decay if decays else 0.0)
-            groups.setdefault((label, lr, weight_decay), []).append(name)
-        return [ParameterGroup(*key, names) for key, names in groups.items()]
+            part, given = parts[pattern], (self.groups or {}).get(pattern, {})
+            has_rate = bool({"lr", "optimizer"} & {*given})
+            above = len(blocks) - 1 - block_of[name] if self.layer_decay < 1 and name and not has_rate else 0
+            kind = part.kind_of(parameter)
+            options = part.arguments(kind)
+            options["lr"] *= self.layer_decay**above
+            if not (self.decay_norms or parameter.dim() > 1 or "weight_decay" in given or not name):
+                options |= {"weight_decay": 0.0} if "weight_decay" in options else {}
+            label = pattern if has_rate else blocks[block_of[name]] if above else ""
+            key = repr((label, kind, part.fuses, options))
+            if key not in groups:
+                _check_accepted(kind, options, f"optimizer.groups.{pattern}" if pattern else "optimizer.options")
+                groups[key] = ParameterGroup(label, kind, part.fuses, options, [])
+            groups[key].parameters.extend([name] if name else [])
+        return [*groups.values()]
 
     def _patterns(self, model: torch.nn.Module, parameters: Mapping[str, Any]) -> dict[str, str]:
         """Return the first pattern in `groups` that matches a trained parameter, by its name."""
@@ -129,16 +193,41 @@ class Optimizer(ABC):
             found |= dict.fromkeys(new, pattern)
         return found
 
-    def _arguments(self, cls: type[torch.optim.Optimizer], fused: bool) -> dict[str, Any]:
-        """Return the arguments of `cls`, a class of `torch.optim`: those of this class's fields that it has."""
-        options = {field.name: getattr(self, field.name) for field in fields(self)}
-        if "beta1" in options:
-            options["betas"] = (options["beta1"], options["beta2"])
-        known = inspect.signature(cls).parameters
-        options["fused"] = fused and "fused" in known
-        # Each operation is one kernel for many parameters; None is torch's choice.
-        options["foreach"] = (self.fused and not options["fused"]) or None
-        return {name: value for name, value in options.items() if name in known}
+
+_OF_ALL = ("fused", "groups", "layer_decay", "decay_norms")
+"""Options that a group cannot have by itself."""
+
+
+def _parameters_of(kind: str) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(getattr(torch.optim, kind)).parameters
+
+
+@functools.cache
+def _schema(cls: type[Optimizer], kinds: tuple[str, ...], in_group: bool = True) -> type:
+    """Return a dataclass of the arguments of the `kinds` that are no options of `cls`; `in_group`, after these."""
+    hints = {name: hint for name, hint in field_types(cls).items() if name not in _OF_ALL} if in_group else {}
+    others = {*option_fields(cls), "params", "foreach"} | ({"betas"} if "beta1" in option_fields(cls) else set())
+    for name, parameter in [each for kind in kinds for each in _parameters_of(kind).items()]:
+        if name not in others:
+            of_default = type(parameter.default)
+            known = {bool: bool, int: float, float: float, tuple: tuple[float, ...]}
+            hints[name] = known.get(of_default, Any)
+    schema = make_dataclass(kinds[0], hints.items())
+    schema.__module__, schema.__qualname__ = cls.__module__, cls.__qualname__  # of the option file, in error messages
+    return schema
+
+
+def _check_accepted(kind: str, options: dict[str, Any], key: str) -> None:
+    """Refuse the `options` of a group that torch refuses, which would only look at those of the first group."""
+    known, why = _parameters_of(kind), ""
+    for name, value in options.items():
+        if isinstance(value, tuple) and len(value) != (count := len(known[name].default)):
+            why = f"{name} has {count} numbers"
+    try:
+        getattr(torch.optim, kind)([{"params": []}], **options)
+    except (TypeError, ValueError, IndexError) as error:
+        why = why or str(error)
+    check(not why, key, ABSENT, f"{kind} refuses it: {why}", "see its documentation in torch.optim")
 
 
 def learning_rates(optimizer: torch.optim.Optimizer) -> dict[str, float]:
@@ -154,14 +243,6 @@ def trainable(model: torch.nn.Module) -> list[torch.nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
-def can_fuse(parameter: torch.Tensor) -> bool:
-    """Return whether fused kernels can update `parameter`: they take real numbers, in memory without gaps."""
-    local = getattr(parameter, "_local_tensor", parameter)  # of a DTensor
-    if not parameter.is_floating_point() or parameter.layout != torch.strided:
-        return False
-    return torch.empty_like(local, device="meta").stride() == local.stride()
-
-
 @dataclass
 class SGD(Optimizer):
     """Stochastic gradient descent with momentum (`torch.optim.SGD`)."""
@@ -174,17 +255,8 @@ class SGD(Optimizer):
         why = "Nesterov momentum requires optimizer.momentum > 0"
         check(self.momentum > 0 or not self.nesterov, "nesterov", True, why, "set optimizer.momentum=0.9")
 
-    def build_from_groups(self, groups: list[dict[str, Any]], fused: bool) -> torch.optim.Optimizer:
-        parameters = [parameter for group in groups for parameter in group["params"]]
-        # For DTensor parameters torch implements fused Adam, but not fused SGD; and foreach, but not by default.
-        sharded = any(hasattr(parameter, "device_mesh") for parameter in parameters)
-        optimizer = torch.optim.SGD(groups, **self._arguments(torch.optim.SGD, fused and not sharded))
-        if self.momentum > 0:
-            # The fused step allocates the buffers itself, but leaves them uninitialized if loss scaling skips the
-            # first update. Starting from zeros, the updates are the same.
-            for parameter in parameters:
-                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-        return optimizer
+    def kinds(self) -> tuple[str, ...]:
+        return ("SGD",)
 
 
 @dataclass
@@ -195,16 +267,16 @@ class Adam(Optimizer):
     beta2: Annotated[float, Range(least=0, below=1)] = 0.999
     eps: Annotated[float, Range(above=0, most=1)] = 1e-8
 
-    def build_from_groups(self, groups: list[dict[str, Any]], fused: bool) -> torch.optim.Optimizer:
-        return torch.optim.Adam(groups, **self._arguments(torch.optim.Adam, fused))
+    def kinds(self) -> tuple[str, ...]:
+        return ("Adam",)
 
 
 @dataclass
 class AdamW(Adam):
     """Adam with decoupled weight decay (Loshchilov and Hutter, 2019; `torch.optim.AdamW`)."""
 
-    def build_from_groups(self, groups: list[dict[str, Any]], fused: bool) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(groups, **self._arguments(torch.optim.AdamW, fused))
+    def kinds(self) -> tuple[str, ...]:
+        return ("AdamW",)
 
 
 _ELSEWHERE = ("Optimizer", "LBFGS", "SparseAdam", "Muon")
@@ -213,26 +285,24 @@ _ELSEWHERE = ("Optimizer", "LBFGS", "SparseAdam", "Muon")
 
 @dataclass
 class Named(Optimizer):
-    """Any optimizer of `torch.optim` by its `name`; `options` are further keyword arguments of its class."""
+    """Any optimizer of `torch.optim` by its `name`."""
 
     name: str = "Adagrad"
-    options: dict[str, Any] | None = None
 
-    def build_from_groups(self, groups: list[dict[str, Any]], fused: bool) -> torch.optim.Optimizer:
+    fuses: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
         classes = inspect.getmembers(torch.optim, inspect.isclass)
-        known = {n: c for n, c in classes if issubclass(c, torch.optim.Optimizer) and n not in _ELSEWHERE}
+        known = [n for n, c in classes if issubclass(c, torch.optim.Optimizer) and n not in _ELSEWHERE]
         why = "torch.optim has no such optimizer for a network;"
-        check(self.name in known, "optimizer.name", self.name, why, did_you_mean(self.name, known))
-        cls, options = known[self.name], self.options or {}
-        if self.weight_decay and "weight_decay" not in inspect.signature(cls).parameters:
-            why = f"{self.name} has no weight decay"
-            raise ConfigError("optimizer.weight_decay", self.weight_decay, why, "optimizer.weight_decay=0")
-        arguments = {key: value for key, value in self._arguments(cls, fused=False).items() if key != "fused"}
-        try:
-            return cls(groups, **arguments, **options)
-        except (TypeError, ValueError) as error:
-            why, remedy = f"{self.name} refuses it: {error}", "see its documentation in torch.optim"
-            raise ConfigError("optimizer.options", self.options, why, remedy) from None
+        check(self.name in known, "name", self.name, why, did_you_mean(self.name, known))
+        has_decay = not self.weight_decay or "weight_decay" in _parameters_of(self.name)
+        why, remedy = f"{self.name} has no weight decay", "optimizer.weight_decay=0"
+        check(has_decay, "weight_decay", self.weight_decay, why, remedy)
+        super().__post_init__()
+
+    def kinds(self) -> tuple[str, ...]:
+        return (self.name,)
 
 
 @dataclass
@@ -245,48 +315,19 @@ class Muon(AdamW):
     in two modes differ by float32 rounding, the updates may differ by bfloat16 rounding.
     """
 
-    needs_whole_parameters: ClassVar[bool] = True
-
     momentum: Fraction = 0.95
     nesterov: bool = True
     ns_steps: Annotated[int, Range(least=1, most=99)] = 5
 
-    def build_from_groups(self, groups: list[dict[str, Any]], fused: bool) -> torch.optim.Optimizer:
-        def is_matrix(parameter: torch.Tensor) -> bool:
-            return parameter.dim() == 2 and not parameter.is_complex()
+    def kinds(self) -> tuple[str, ...]:
+        return ("Muon", "AdamW")
 
-        matrices, others = (
-            [group | {"params": [p for p in group["params"] if is_matrix(p) == wanted]} for group in groups]
-            for wanted in (True, False)
-        )
-        options = self._arguments(torch.optim.Muon, fused)
-        del options["eps"]  # that of AdamW
-        muon = torch.optim.Muon(matrices, **options, adjust_lr_fn="match_rms_adamw")
-        return _joined_class()(muon, torch.optim.AdamW(others, **self._arguments(torch.optim.AdamW, fused)))
+    def kind_of(self, parameter: torch.Tensor) -> str:
+        return "Muon" if parameter.dim() == 2 and not parameter.is_complex() else "AdamW"
 
-
-@functools.cache
-def _joined_class() -> Any:
-    """Return the class `Joined`; its base class would load torch on import."""
-
-    class Joined(torch.optim.Optimizer):
-        """Several optimizers of different parameters, with one list of groups and one state."""
-
-        def __init__(self, *parts: torch.optim.Optimizer):
-            for number, part in enumerate(parts):
-                for group in part.param_groups:
-                    group["part"] = number
-            super().__init__([group for part in parts for group in part.param_groups], {})
-            self._parts = parts
-
-        def __getstate__(self) -> dict[str, Any]:
-            return super().__getstate__() | {"_parts": self._parts}  # for copies
-
-        def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-            for number, part in enumerate(self._parts):
-                # In every step, because loading a state replaces them.
-                part.state = self.state
-                part.param_groups = [group for group in self.param_groups if group["part"] == number]
-                part.step()
-
-    return Joined
+    def arguments(self, kind: str) -> dict[str, Any]:
+        found = super().arguments(kind)
+        if kind == "Muon":
+            del found["eps"]  # that of AdamW
+            found = {"adjust_lr_fn": "match_rms_adamw"} | found
+        return found

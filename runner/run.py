@@ -140,10 +140,10 @@ class Run:
         """
         user_code.check_given(self.code, self.resume)
         session = self.session(collectives)
-        if self.optimizer.needs_whole_parameters and session.plan.shards_parameters:
+        if (key := self.optimizer.needs_whole_parameters()) and session.plan.shards_parameters:
             why = f"it needs whole parameters, and {chosen_option('parallel', self.parallel)} shards them"
-            name, remedy = chosen_option("optimizer", self.optimizer), "parallel=ddp, or optimizer=adamw"
-            raise ConfigError("optimizer", name, why, remedy)
+            name = chosen_option("optimizer", self.optimizer) if key == "optimizer" else "muon"
+            raise ConfigError(key, name, why, "parallel=ddp, or optimizer=adamw")
         if self.ema.decay is not None and session.plan.steps_per_round > 1:
             why = "the processes of this mode do not wait for each other: there is no sequence of weights to average"
             raise ConfigError("ema.decay", self.ema.decay, why, "ema.decay=null, or another parallel mode")

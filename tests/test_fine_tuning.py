@@ -17,7 +17,10 @@ from runner.seeds import derive
 STEPS = 3
 BLOCKS = ("stem", *(f"features.{i}" for i in (3, 4, 6, 7, 9, 10, 11, 12)), "head")
 """The blocks of torchvision's squeezenet1_1. Pooling layers are not blocks of their own."""
-GROUPS = "optimizer.groups={head:{lr:0.02},features.9.*:{weight_decay:0.5}}"
+GROUPS = (
+    "optimizer.groups={head:{lr:0.02},features.9.*:{weight_decay:0.5,momentum:0.6},"
+    "features.11:{optimizer:adamw,lr:0.003,betas:[0.8,0.9],eps:0.001}}"
+)
 FROZEN = ("model.freeze=[stem,features.3,'*.squeeze']", "model.unfreeze=[features.12]")
 OVERRIDES = (
     *(
@@ -68,9 +71,16 @@ def plain(pretrained: str) -> plain_loop.PlainResult:
             continue
         lr = 0.02 if block == "head" else 0.005 * 0.8 ** (9 - BLOCKS.index(block))
         decay = 0.5 if block == "features.9" else 0.1 * (parameter.dim() > 1)
-        groups.append({"params": [parameter], "lr": lr, "weight_decay": decay})
+        momentum = 0.6 if block == "features.9" else 0.9
+        groups.append({"params": [parameter], "lr": lr, "weight_decay": decay, "momentum": momentum, "block": block})
     settings = plain_loop.PlainSettings(STEPS, torch.float64)
-    return plain_loop.train_plain_from(run, model.double(), torch.optim.SGD(groups, momentum=0.9), settings)
+    adam = [parameter for group in groups if group["block"] == "features.11" for parameter in group["params"]]
+    decays = [{"params": [p], "weight_decay": 0.01 * (p.dim() > 1)} for p in adam]
+    both = plain_loop.together(
+        torch.optim.SGD([group for group in groups if group["block"] != "features.11"], momentum=0.9),
+        torch.optim.AdamW(decays, 0.003, (0.8, 0.9), 0.001),
+    )
+    return plain_loop.train_plain_from(run, model.double(), both, settings)
 
 
 MODES = {
@@ -97,6 +107,7 @@ def test_fine_tuning_equals_a_plain_loop_and_resumes_bitwise(mode, pretrained, r
     assert [value for _, value in logged["train/loss"]] == pytest.approx(wanted.losses, rel=1e-5)
     rates = {tag: values[0][1] for tag, values in logged.items() if tag.partition("/")[0] == "lr"}
     expected = {f"lr/{name}": 0.005 * 0.8 ** (9 - index) for index, name in enumerate(BLOCKS[2:-1], start=2)}
+    expected |= {"lr/features.11": 0.003}
     assert rates == pytest.approx({"lr": 0.005, "lr/head": 0.02} | expected), "in every mode, on rank 0"
     if mode in ("single", "fsdp", "pipeline"):
         assert do("parts", functools.partial(sigterm_at, 1, -1)).status == "stopped"

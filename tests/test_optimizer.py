@@ -138,8 +138,14 @@ def test_resume_from_a_loaded_state_is_bitwise_exact(ours, network):
     assert all(torch.equal(a, b) for a, b in zip(then.parameters(), wanted, strict=True))
 
 
+def double_trained(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    steps(model, optimizer, torch.randn(6, 8, 5, generator=torch.Generator().manual_seed(1)).double())
+    return [parameter.detach() for parameter in model.parameters()]
+
+
 def groups_of(**options: Any) -> list[tuple[str, float, float, list[str]]]:
-    return [tuple(group) for group in SGD(lr=0.1, weight_decay=0.5, **options).parameter_groups(network())]
+    groups = SGD(lr=0.1, weight_decay=0.5, **options).parameter_groups(network())
+    return [(each.name, each.options["lr"], each.options["weight_decay"], each.parameters) for each in groups]
 
 
 def test_without_options_there_is_one_group():
@@ -190,12 +196,118 @@ def test_a_pipeline_stage_has_the_parameter_groups_of_the_whole_model():
     assert learning_rates(optimizer) == {"lr": 0.1, "lr/0": 0.3}
 
 
+def test_a_group_has_any_option_of_the_optimizer_and_others_have_theirs():
+    """Those of its class in torch, too; what it does not set is that of the optimizer."""
+    groups = {"0.weight": {"betas": [0.8, 0.95], "amsgrad": True}, "*.bias": {"beta2": 0.9, "eps": 1e-5, "lr": 0.03}}
+    model, reference = network().double(), network().double()
+    ours = AdamW(lr=0.01, beta1=0.7, weight_decay=0.1, options={"maximize": False}, groups=groups)
+    named = dict(reference.named_parameters())
+    theirs = torch.optim.AdamW(
+        [
+            {"params": [named["0.weight"]], "betas": (0.8, 0.95), "amsgrad": True},
+            {"params": [named["0.bias"], named["2.bias"]], "betas": (0.7, 0.9), "eps": 1e-5, "lr": 0.03},
+            {"params": [named["2.weight"]]},
+        ],
+        *(0.01, (0.7, 0.999)),
+        weight_decay=0.1,
+    )
+    expected = double_trained(reference, theirs)
+    torch.testing.assert_close(double_trained(model, ours.build(model)), expected, rtol=1e-12, atol=0)
+
+
+KINDS = {
+    "0": {"optimizer": "sgd", "lr": 0.2, "momentum": 0.5, "dampening": 0.1},
+    "2.bias": {"optimizer": "torch", "name": "Adagrad", "lr": 0.05, "lr_decay": 0.1},
+}
+
+
+def in_plain_torch(model: torch.nn.Module) -> list[torch.optim.Optimizer]:
+    named = dict(model.named_parameters())
+    return [
+        torch.optim.SGD([named["0.weight"], named["0.bias"]], 0.2, 0.5, dampening=0.1),
+        torch.optim.Adagrad([named["2.bias"]], 0.05, lr_decay=0.1),
+        torch.optim.AdamW([named["2.weight"]], 0.01, weight_decay=0.1),
+    ]
+
+
+def test_each_group_may_have_an_optimizer_of_its_own_also_after_a_resume():
+    model, reference = network().double(), network().double()
+    ours = AdamW(lr=0.01, weight_decay=0.1, groups=KINDS)
+    inputs = torch.randn(6, 8, 5, generator=torch.Generator().manual_seed(1)).double()
+    theirs = in_plain_torch(reference)
+    for batch in inputs:
+        reference.zero_grad()
+        reference(batch).square().mean().backward()
+        for optimizer in theirs:
+            optimizer.step()
+    optimizer, then = ours.build(model), network().double()
+    steps(model, optimizer, inputs[:3])
+    resumed = ours.build(then)
+    full_state.load(then, resumed, *full_state.collect(model, optimizer, keep=True))
+    for each, update in ((model, optimizer), (then, resumed)):
+        steps(each, update, inputs[3:])
+        torch.testing.assert_close([*each.parameters()], [*reference.parameters()], rtol=1e-12, atol=0)
+    assert learning_rates(optimizer) == {"lr": 0.01, "lr/0": 0.2, "lr/2.bias": 0.05}
+
+
+def test_muon_for_chosen_matrices_and_another_optimizer_for_the_rest():
+    model, reference = network(), network()
+    ours = AdamW(lr=0.01, groups={"2": {"optimizer": "muon", "lr": 0.003, "ns_steps": 3}})
+    named = dict(reference.named_parameters())
+    muon = torch.optim.Muon([named["2.weight"]], 0.003, 0.1, ns_steps=3, adjust_lr_fn="match_rms_adamw")
+    rest = torch.optim.AdamW([named["0.weight"], named["0.bias"]], 0.01, weight_decay=0.0)
+    bias = torch.optim.AdamW([named["2.bias"]], 0.003, weight_decay=0.1)
+    for batch in torch.randn(6, 8, 5, generator=torch.Generator().manual_seed(1)):
+        reference.zero_grad()
+        reference(batch).square().mean().backward()
+        for optimizer in (muon, rest, bias):
+            optimizer.step()
+    torch.testing.assert_close(trained(model, ours.build(model)), [*reference.parameters()], rtol=1e-5, atol=1e-7)
+    assert ours.needs_whole_parameters() == "optimizer.groups.2"
+
+
+@pytest.mark.cases(
+    ({"beta3": 0.1}, "beta3", "did you mean beta"),
+    ({"beta1": 1.0}, "beta1", "see the comments in conf/optimizer/adamw.yaml"),
+    ({"betas": [0.9, 1.0]}, "beta2", "see the comments"),
+    ({"betas": [0.9]}, "betas", "did you mean beta"),
+    ({"eps": "small"}, "eps", "see the comments"),
+    ({"amsgrad": 2}, "amsgrad", "see the comments"),
+    ({"momentum": 0.9}, "momentum", "choose from"),
+    ({"fused": False}, "fused", "choose from"),
+    ({"optimizer": "adamv"}, "optimizer", "did you mean adam"),
+    ({"optimizer": "sgd", "beta1": 0.9}, "beta1", "choose from"),
+    ({"optimizer": "sgd", "momentum": 2.0}, "momentum", "see the comments in conf/optimizer/sgd.yaml"),
+    ({"optimizer": "sgd", "momentum": 0.0, "nesterov": True}, "nesterov", "momentum"),
+    ({"optimizer": "torch", "name": "Adagrab"}, "name", "did you mean Adagrad"),
+    ({"optimizer": "torch", "name": "Rprop", "weight_decay": 0.1}, "weight_decay", "weight_decay=0"),
+    ids=str,
+)
+def test_options_of_a_group_are_checked_as_those_of_the_optimizer(options, key, remedy):
+    node = option_content("optimizer", "adamw") | {"groups": {"head": options}}
+    with pytest.raises(ConfigError) as refused:
+        build(node, Optimizer, "optimizer")
+    assert refused.value.key == f"optimizer.groups.head.{key}"
+    assert remedy in refused.value.remedy
+
+
+@pytest.mark.cases(
+    ({"optimizer": "nadam", "options": {"momentum_decay": -1.0}}, "momentum_decay"),
+    ({"optimizer": "nadam", "betas": [0.9, 0.99, 0.999]}, "betas has 2 numbers"),
+    ({"optimizer": "nadam", "betas": [0.9, 1.5]}, "beta parameter at index 1"),
+)
+def test_values_that_torch_refuses_in_a_group_are_refused_before_the_first_step(options, why):
+    with pytest.raises(ConfigError, match=why) as refused:
+        AdamW(lr=0.1, groups={"2": options}).parameter_groups(network())
+    assert refused.value.key == "optimizer.groups.2"
+
+
 @pytest.mark.cases(
         ({"name": "Adagrab"}, "name"), ({"name": "LBFGS"}, "name"), ({"name": "Muon"}, "name"),
-        ({"options": {"lr_decoy": 0.1}}, "options"), ({"options": {"lr": 0.1}}, "options"),
+        ({"options": {"lr_decoy": 0.1}}, "options.lr_decoy"), ({"options": {"lr": 0.1}}, "options.lr"),
         ({"options": {"lr_decay": -1.0}}, "options"), ({"name": "Rprop", "weight_decay": 0.1}, "weight_decay"),
 )  # fmt: skip
 def test_what_a_named_optimizer_does_not_take_is_refused_by_key(options, key):
     with pytest.raises(ConfigError) as refused:
         Named(lr=0.1, **options).build(network())
-    assert refused.value.key == f"optimizer.{key}"
+    assert refused.value.key.removeprefix("optimizer.") == key

@@ -98,7 +98,7 @@ def compiler_refusal(error: BaseException, whole_step: bool) -> tuple[str, str] 
         return "torch finds no C++ compiler", "install one, such as g++, or set compile=false"
     why = " ".join(text.strip().splitlines()[: 2 if "raised:\n" in text else 1])
     places = re.findall(r'File "([^"]+)", line (\d+)', text)
-    if places and ("/torch/optim/" in places[-1][0] or places[-1][0].endswith("/runner/optimizer.py")):
+    if places and ("/torch/optim/" in places[-1][0] or places[-1][0].endswith("/runner/torch_optimizer.py")):
         return f"torch cannot compile this optimizer: {why}", f"choose another optimizer, or {instead}"
     libraries = ("/site-packages/", os.path.dirname(os.__file__), os.path.dirname(os.path.dirname(__file__)))
     if own := [place for place in places if not any(each in place[0] for each in libraries)]:

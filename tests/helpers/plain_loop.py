@@ -62,14 +62,36 @@ OPTIMIZER_CASES: dict[str, tuple[list[str], Callable[..., torch.optim.Optimizer]
 """Overrides that choose an optimizer, and its constructor. The tiny network has four layers with weight and bias."""
 
 
-def muon_and_adamw(parameters: list[torch.nn.Parameter]) -> SimpleNamespace:
+def together(*optimizers: torch.optim.Optimizer) -> Any:
+    """Return optimizers of different parameters as one."""
+
+    def step() -> None:
+        for each in optimizers:
+            each.step()
+
+    def zero_grad() -> None:
+        for each in optimizers:
+            each.zero_grad()
+
+    return SimpleNamespace(step=step, zero_grad=zero_grad)
+
+
+def muon_and_adamw(parameters: list[torch.nn.Parameter]) -> Any:
     matrices, others = (
         [p for p in parameters if (p.dim() == 2 and not p.is_complex()) == is_matrix] for is_matrix in (True, False)
     )
     muon = torch.optim.Muon(matrices, 0.003, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
     adamw = torch.optim.AdamW(others, 0.003, weight_decay=0.1)
-    each = (muon, adamw)
-    return SimpleNamespace(step=lambda: [o.step() for o in each], zero_grad=lambda: [o.zero_grad() for o in each])
+    return together(muon, adamw)
+
+
+def sgd_and_adamw(parameters: list[torch.nn.Parameter]) -> Any:
+    return together(
+        torch.optim.SGD(parameters[:2], 0.1, 0.8),
+        torch.optim.AdamW(
+            [{"params": parameters[3::2], "betas": (0.8, 0.95), "eps": 1e-6}, {"params": parameters[2::2]}], 0.003
+        ),
+    )
 
 
 ALL_OPTIMIZER_CASES: dict[str, tuple[list[str], Callable[..., Any]]] = {
@@ -77,6 +99,13 @@ ALL_OPTIMIZER_CASES: dict[str, tuple[list[str], Callable[..., Any]]] = {
     "nadam": (["optimizer=nadam", "optimizer.lr=0.003"], lambda p: torch.optim.NAdam(p, lr=0.003)),
     "rmsprop": (["optimizer=rmsprop", "optimizer.lr=0.003"], lambda p: torch.optim.RMSprop(p, lr=0.003)),
     "muon": (["optimizer=muon", "optimizer.lr=0.003"], muon_and_adamw),
+    "kinds": (
+        [
+            *("optimizer=adamw", "optimizer.lr=0.003"),
+            "optimizer.groups={conv1:{optimizer:sgd,lr:0.1,momentum:0.8},*.bias:{betas:[0.8,0.95],eps:1e-6}}",
+        ],
+        sgd_and_adamw,
+    ),
 }
 """`OPTIMIZER_CASES`, and more to compare in float64.
 

@@ -119,7 +119,7 @@ MODES = {
 }
 CHAINS = [
     ("adamw", "pipeline", "ddp", "single", "pipeline", "interleaved"),
-    ("sgd", "ddp", "interleaved", "streams", "fsdp", "pipeline"),
+    ("kinds", "ddp", "interleaved", "streams", "fsdp", "pipeline"),
     pytest.param(("adamw", "fsdp", "streams", "pipeline", "fsdp"), marks=pytest.mark.slow),
 ]
 
@@ -127,12 +127,18 @@ CHAINS = [
 @pytest.mark.parametrize("chain", CHAINS, ids=" ".join)
 def test_a_run_resumes_in_any_mode(chain, ranks, tmp_path):
     case, *modes = chain
-    exact = (*TINY_CPU, *loops.PLAIN_LOOP_OVERRIDES, *loops.OPTIMIZER_CASES[case][0], "precision=64", "accumulation=2")
+    exact = (
+        *TINY_CPU,
+        *loops.PLAIN_LOOP_OVERRIDES,
+        *loops.ALL_OPTIMIZER_CASES[case][0],
+        "precision=64",
+        "accumulation=2",
+    )
     for step, mode in enumerate(modes, start=1):
         overrides = (*exact, *MODES[mode], f"steps={step}")
         ranks(1 if mode in ("single", "streams") else 2).train(compose_config(*overrides), tmp_path)
     settings = loops.PlainSettings(len(modes), torch.float64)
-    wanted = loops.plain_loop(build_composed_run(*exact), loops.OPTIMIZER_CASES[case][1], settings)
+    wanted = loops.plain_loop(build_composed_run(*exact), loops.ALL_OPTIMIZER_CASES[case][1], settings)
     assert loops.largest_difference(loops.weights_at(tmp_path, len(modes)), wanted.weights) <= 1e-13
 
 

@@ -1,0 +1,91 @@
+"""Optimizers of `torch.optim`, one for each kind of parameter groups, and several of them as one."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+
+def of_torch(
+    kind: str, fuses: bool, groups: list[dict[str, Any]], in_one_kernel: bool, can_be_fused: bool
+) -> torch.optim.Optimizer:
+    """Return the optimizer `kind` of `torch.optim` for `groups`, as torch takes them.
+
+    `in_one_kernel` asks for operations on many parameters at once, which are fused if `fuses` and `can_be_fused`.
+    """
+    known = inspect.signature(getattr(torch.optim, kind)).parameters
+    fused = fuses and can_be_fused and "fused" in known
+    if kind == "SGD":
+        sharded = any(hasattr(parameter, "device_mesh") for group in groups for parameter in group["params"])
+        # For DTensor parameters torch implements fused Adam, but not fused SGD; and foreach, but not by default.
+        fused = fused and not sharded and not any(map(_begins_with_gradient, groups))
+    switches = {"fused": fused, "foreach": (in_one_kernel and not fused) or None}  # None is torch's choice
+    first = {**groups[0], **switches}
+    arguments = {name: value for name, value in first.items() if name in known and name != "params"}
+    optimizer = getattr(torch.optim, kind)(groups, **arguments)
+    for group in groups if kind == "SGD" else ():
+        if group["momentum"] > 0 and not _begins_with_gradient(group):
+            # The fused step allocates the buffers itself, but leaves them uninitialized if loss scaling skips the
+            # first update. Starting from zeros, the updates are the same.
+            for parameter in group["params"]:
+                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+    return optimizer
+
+
+def _begins_with_gradient(group: dict[str, Any]) -> bool:
+    return group.get("momentum", 0) > 0 and group.get("dampening", 0) != 0
+
+
+def can_fuse(parameter: torch.Tensor) -> bool:
+    """Return whether fused kernels can update `parameter`: they take real numbers, in memory without gaps."""
+    local = getattr(parameter, "_local_tensor", parameter)  # of a DTensor
+    if not parameter.is_floating_point() or parameter.layout != torch.strided:
+        return False
+    return torch.empty_like(local, device="meta").stride() == local.stride()
+
+
+def joined(parts: Sequence[torch.optim.Optimizer]) -> torch.optim.Optimizer:
+    """Return an optimizer that updates the parameters of all `parts`; a single one as it is."""
+    return parts[0] if len(parts) == 1 else _joined_class()(*parts)
+
+
+def parts_of(optimizer: torch.optim.Optimizer) -> Sequence[torch.optim.Optimizer]:
+    """Return the optimizers that `joined` has joined in `optimizer`, with their state; or itself."""
+    return optimizer.parts() if hasattr(optimizer, "parts") else [optimizer]  # pyright: ignore
+
+
+@functools.cache
+def _joined_class() -> Any:
+    """Return the class `Joined`; its base class would load torch on import."""
+
+    class Joined(torch.optim.Optimizer):
+        """Several optimizers of different parameters, with one list of groups and one state."""
+
+        def __init__(self, *parts: torch.optim.Optimizer):
+            for number, part in enumerate(parts):
+                for group in part.param_groups:
+                    group["part"] = number
+            super().__init__([group for part in parts for group in part.param_groups], {})
+            self._parts = parts
+            for part in parts:  # such as momentum that begins with zeros
+                self.state.update(part.state)
+
+        def __getstate__(self) -> dict[str, Any]:
+            return super().__getstate__() | {"_parts": self._parts}  # for copies
+
+        def parts(self) -> tuple[torch.optim.Optimizer, ...]:
+            for number, part in enumerate(self._parts):
+                # At every call, because loading a state replaces them.
+                part.state = self.state
+                part.param_groups = [group for group in self.param_groups if group["part"] == number]
+            return self._parts
+
+        def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+            for part in self.parts():
+                part.step()
+
+    return Joined
