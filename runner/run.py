@@ -128,6 +128,7 @@ class Run:
         check_metrics(self.workload)
         self.stop.check_evaluations(session.eval_metrics, eval_every, self.workload.best_possible)
         self.schedule.check_evaluations(session.eval_metrics, eval_every)
+        self.schedule.check_length(num_steps)
         save_every = once_an_epoch if self.save_every is None else self.save_every
         lengths = {"num_steps": num_steps, "eval_every": eval_every, "save_every": save_every}
         return replace(session, steps_per_epoch=epoch, **lengths)

@@ -5,6 +5,7 @@ It has no state to save, even if loss scaling has skipped steps. That of `runner
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,18 +14,31 @@ from typing import Annotated, Any
 import torch
 
 from runner.config.errors import check
-from runner.config.limits import Fraction, Range
+from runner.config.limits import Fraction, NonNegativeInt, Range
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
 class Schedule:
-    """A constant learning rate after a linear warm-up over a fraction of the run; the base class of all schedules."""
+    """A constant learning rate after a linear warm-up; the base class of all schedules.
 
-    warmup: Fraction = 0.0
+    If code of the user's is given as `schedule`, it is the factor after the warm-up, instead of 1.
+    """
+
+    warmup: Annotated[float, Range(least=0, below=1.0)] | NonNegativeInt = 0.0
+
+    def __post_init__(self) -> None:
+        why = "it is neither a number of steps, of which one is no warm-up, nor a fraction of the run, which is below 1"
+        check(self.warmup != 1, "warmup", self.warmup, why, "schedule.warmup=500 or schedule.warmup=0.05, for example")
+
+    def num_warmup(self, num_updates: int) -> int:
+        """Return the number of updates of the warm-up, of a run with `num_updates` updates."""
+        return int(self.warmup) if self.warmup > 1 else round(self.warmup * num_updates)
 
     def factor(self, update: int, num_updates: int) -> float:
         """Return the factor for the update with index `update`, counted from 0, of a run with `num_updates` updates."""
-        warmup = round(self.warmup * num_updates)
+        warmup = self.num_warmup(num_updates)
         if update < warmup:
             return (update + 1) / warmup
         return self.after_warmup(update - warmup, max(num_updates - warmup, 1))
@@ -36,7 +50,13 @@ class Schedule:
     @property
     def is_stretched(self) -> bool:
         """Whether the factors of a run depend on its length."""
-        return self.warmup > 0 or type(self).after_warmup is not Schedule.after_warmup
+        return 0 < self.warmup < 1 or type(self).after_warmup is not Schedule.after_warmup
+
+    def check_length(self, num_steps: int) -> None:
+        """Say that a run of `num_steps` steps ends before the warm-up does."""
+        if num_steps and self.num_warmup(num_steps) >= num_steps:
+            text = "schedule.warmup=%s: the run ends after %d steps, before the warm-up, with %.3g × optimizer.lr"
+            log.warning(text, self.warmup, num_steps, self.factor(num_steps - 1, num_steps))
 
     def check_evaluations(self, directions: Mapping[str, str], eval_every: int) -> None:
         """Raise `ConfigError` if the schedule needs an evaluation that the run does not have (see `Stop`)."""
@@ -127,6 +147,7 @@ class Step(Schedule):
     gamma: Annotated[float, Range(above=0, most=1)] = 0.1
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         given, remedy = list(self.milestones), "for example schedule.milestones=[0.5,0.75]"
         valid = given == sorted(given) and all(0 < milestone < 1 for milestone in given)
         why = "they must be fractions of the run between 0 and 1, in increasing order"

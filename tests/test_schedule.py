@@ -6,9 +6,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from helpers.compose import option_content
 from torch.optim import lr_scheduler
 
 from runner.config.errors import ConfigError
+from runner.config.schema import build
 from runner.plateau import Plateau
 from runner.schedule import Cosine, Linear, OneCycle, Schedule, Step
 
@@ -148,6 +150,44 @@ def test_warm_up_is_linear_lr_before_the_schedule(share, warmup):
         return lr_scheduler.SequentialLR(o, [rising, falling], milestones=[warmup])
 
     assert our_rates(Cosine(warmup=share), 100) == close(torch_rates(make, 100))
+
+
+@pytest.mark.parametrize("schedule", [Cosine(warmup=30), Linear(warmup=30), Step(warmup=30, milestones=(0.5,))])
+def test_a_warm_up_in_steps_is_as_long_in_every_run(schedule):
+    num_updates = 80
+
+    def after(o: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
+        if isinstance(schedule, Cosine):
+            return lr_scheduler.CosineAnnealingLR(o, T_max=num_updates - 30)
+        if isinstance(schedule, Linear):
+            return lr_scheduler.LinearLR(o, start_factor=1.0, end_factor=0.0, total_iters=num_updates - 30)
+        return lr_scheduler.MultiStepLR(o, [(num_updates - 30) // 2])
+
+    def make(o: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
+        rising = lr_scheduler.LinearLR(o, start_factor=1 / 30, total_iters=29)
+        return lr_scheduler.SequentialLR(o, [rising, after(o)], milestones=[30])
+
+    assert our_rates(schedule, num_updates) == close(torch_rates(make, num_updates))
+    assert our_rates(schedule, 400)[:30] == close([PEAK * (step + 1) / 30 for step in range(30)])
+    assert schedule.is_stretched
+    assert not Schedule(warmup=30).is_stretched
+
+
+def test_a_warm_up_that_the_run_does_not_reach_the_end_of_is_said(caplog):
+    assert our_rates(Cosine(warmup=30), 10) == close([PEAK * (step + 1) / 30 for step in range(10)])
+    for length in (31, 30, 10):
+        Cosine(warmup=30).check_length(length)
+    assert [record.getMessage() for record in caplog.records] == [
+        "schedule.warmup=30: the run ends after 30 steps, before the warm-up, with 1 × optimizer.lr",
+        "schedule.warmup=30: the run ends after 10 steps, before the warm-up, with 0.333 × optimizer.lr",
+    ]
+
+
+@pytest.mark.parametrize("value", [1, 1.0, "1", 1.5, -1, True])
+def test_a_warm_up_that_is_neither_a_fraction_nor_steps_is_refused(value):
+    with pytest.raises(ConfigError) as refused:
+        build(option_content("schedule", "cosine") | {"warmup": value}, Schedule, "schedule")
+    assert (refused.value.key, refused.value.got in (value, 1)) == ("schedule.warmup", True)
 
 
 def test_every_group_keeps_its_own_rate():

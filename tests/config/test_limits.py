@@ -40,7 +40,7 @@ EXPECTED = {
     "parallel/pipeline.schedule": "one of gpipe, 1f1b, interleaved_1f1b, zero_bubble",
     "precision/16.init_scale": "a finite number > 0 and ≤ 4294967296",
     "schedule/cosine.final": "a finite number ≥ 0 and ≤ 1",
-    "schedule/cosine.warmup": "a finite number ≥ 0 and ≤ 1",
+    "schedule/cosine.warmup": "a finite number ≥ 0 and < 1 or a whole number ≥ 0 and ≤ 2147483647",
     "schedule/plateau.gamma": "a finite number > 0 and < 1",
     "stop/default.target": "a finite number or null",
     "sweep/local.goal": "one of min, max or a list whose items are each one of min, max, null or null",
