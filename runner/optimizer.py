@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, make_dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, ClassVar, NamedTuple
 
 import torch
 
-from runner.config.errors import ABSENT, check, did_you_mean, errors_under
+from runner.config.errors import check, did_you_mean, errors_under
 from runner.config.limits import Fraction, Range
 from runner.config.name_patterns import matching, names_to_match
 from runner.config.options import option_contents
-from runner.config.schema import checked_values, field_types, load_class, option_fields, typed_values
+from runner.config.schema import checked_values, load_class, option_fields, typed_values
 from runner.models.blocks import block_indices, blocks_of
-from runner.torch_optimizer import can_fuse, joined, of_torch
+from runner.schedule import Schedule, of_option
+from runner.torch_optimizer import arguments_of, can_fuse, check_accepted, joined, of_torch, schema_of
 
 RATE = Range(above=0, most=1000)  # a larger value is a typo: with it, every optimizer here diverges within a few steps
 DECAY = Range(least=0, most=1000)
@@ -28,12 +28,14 @@ class ParameterGroup(NamedTuple):
 
     `name` is the pattern or the block that determines the learning rate; empty for the base rate, whose group alone may
     have no parameters. `kind` is the name of the class, `fuses` whether it may be fused, and `options` its arguments.
+    `schedule` is the pattern of a group with a schedule of its own.
     """
 
     name: str
     kind: str
     fuses: bool
     options: dict[str, Any]
+    schedule: str
     parameters: list[str]
 
 
@@ -60,6 +62,7 @@ class Optimizer(ABC):
         self._further()
         for pattern in self.groups or ():
             self.of_group(pattern)
+        self.schedules()
 
     @abstractmethod
     def kinds(self) -> tuple[str, ...]:
@@ -74,7 +77,7 @@ class Optimizer(ABC):
         options = {field.name: getattr(self, field.name) for field in fields(self)}
         if "beta1" in options:
             options["betas"] = (options["beta1"], options["beta2"])
-        known = {*_parameters_of(kind)} - {"fused", "foreach"}
+        known = {*arguments_of(kind)} - {"fused", "foreach"}
         return {name: value for name, value in (options | self._further()).items() if name in known}
 
     def needs_whole_parameters(self) -> str:
@@ -94,7 +97,10 @@ class Optimizer(ABC):
         why, remedy = "it is not a mapping of options", "for example {head: {lr: 0.01}}"
         check(isinstance(given, Mapping) and bool(given), key, given, why, remedy)
         with errors_under(key):
-            given, part = dict(given), replace(self, groups=None)
+            given, part = (
+                {name: value for name, value in given.items() if name != "schedule"},
+                replace(self, groups=None),
+            )
             named = {"name": given.pop("name")} if "name" in given else {}
             if (option := given.pop("optimizer", None)) is not None:
                 known = option_contents("optimizer")
@@ -114,18 +120,31 @@ class Optimizer(ABC):
             ):
                 given |= {"beta1": betas[0], "beta2": betas[1]}
                 del given["betas"]
-            values = checked_values(_schema(type(part), part.kinds()), given)
+            values = checked_values(schema_of(type(part), part.kinds()), given)
             own = {name: value for name, value in values.items() if name in options}
             further = {name: given[name] for name in values.keys() - own.keys()}
             own["options"] = {**(part.options or {}), **own.get("options", {}), **further} or None
             return replace(part, **own)
+
+    def schedules(self) -> dict[str, Schedule]:
+        """Return the schedules of groups that have their own, by pattern.
+
+        Raises:
+            ConfigError: if one is not valid.
+        """
+        found = {}
+        for pattern, given in (self.groups or {}).items():
+            if "schedule" in given:
+                with errors_under(f"groups.{pattern}"):
+                    found[pattern] = of_option(given["schedule"])
+        return found
 
     def _further(self) -> dict[str, Any]:
         """Return `options`, as the types that they have in `torch.optim`."""
         if not self.options:
             return {}
         with errors_under("options"):
-            return checked_values(_schema(type(self), self.kinds(), False), self.options)
+            return checked_values(schema_of(type(self), self.kinds(), False), self.options)
 
     def build(self, model: torch.nn.Module, groups: Sequence[ParameterGroup] | None = None) -> torch.optim.Optimizer:
         """Return an optimizer for the parameters of `model` that require gradients.
@@ -136,7 +155,7 @@ class Optimizer(ABC):
         held, found = dict(model.named_parameters()), dict[tuple[str, bool], list[dict[str, Any]]]()
         for group in self.parameter_groups(model) if groups is None else groups:
             parameters = [held[name] for name in group.parameters if name in held]
-            options = {"params": parameters, "name": group.name, **group.options}
+            options = {"params": parameters, "name": group.name, "schedule": group.schedule, **group.options}
             found.setdefault((group.kind, group.fuses), []).append(options)
         sparse = {
             p for module in model.modules() if getattr(module, "sparse", None) is True for p in module.parameters()
@@ -172,11 +191,13 @@ class Optimizer(ABC):
             options["lr"] *= self.layer_decay**above
             if not (self.decay_norms or parameter.dim() > 1 or "weight_decay" in given or not name):
                 options |= {"weight_decay": 0.0} if "weight_decay" in options else {}
-            label = pattern if has_rate else blocks[block_of[name]] if above else ""
+            schedule = pattern if "schedule" in given else ""
+            names = [pattern] if has_rate or schedule else []
+            label = "/".join([*names, blocks[block_of[name]]] if above else names)
             key = repr((label, kind, part.fuses, options))
             if key not in groups:
-                _check_accepted(kind, options, f"optimizer.groups.{pattern}" if pattern else "optimizer.options")
-                groups[key] = ParameterGroup(label, kind, part.fuses, options, [])
+                check_accepted(kind, options, f"optimizer.groups.{pattern}" if pattern else "optimizer.options")
+                groups[key] = ParameterGroup(label, kind, part.fuses, options, schedule, [])
             groups[key].parameters.extend([name] if name else [])
         return [*groups.values()]
 
@@ -192,42 +213,6 @@ class Optimizer(ABC):
             check(bool(new), "optimizer.groups", pattern, why, "write it before them")
             found |= dict.fromkeys(new, pattern)
         return found
-
-
-_OF_ALL = ("fused", "groups", "layer_decay", "decay_norms")
-"""Options that a group cannot have by itself."""
-
-
-def _parameters_of(kind: str) -> Mapping[str, inspect.Parameter]:
-    return inspect.signature(getattr(torch.optim, kind)).parameters
-
-
-@functools.cache
-def _schema(cls: type[Optimizer], kinds: tuple[str, ...], in_group: bool = True) -> type:
-    """Return a dataclass of the arguments of the `kinds` that are no options of `cls`; `in_group`, after these."""
-    hints = {name: hint for name, hint in field_types(cls).items() if name not in _OF_ALL} if in_group else {}
-    others = {*option_fields(cls), "params", "foreach"} | ({"betas"} if "beta1" in option_fields(cls) else set())
-    for name, parameter in [each for kind in kinds for each in _parameters_of(kind).items()]:
-        if name not in others:
-            of_default = type(parameter.default)
-            known = {bool: bool, int: float, float: float, tuple: tuple[float, ...]}
-            hints[name] = known.get(of_default, Any)
-    schema = make_dataclass(kinds[0], hints.items())
-    schema.__module__, schema.__qualname__ = cls.__module__, cls.__qualname__  # of the option file, in error messages
-    return schema
-
-
-def _check_accepted(kind: str, options: dict[str, Any], key: str) -> None:
-    """Refuse the `options` of a group that torch refuses, which would only look at those of the first group."""
-    known, why = _parameters_of(kind), ""
-    for name, value in options.items():
-        if isinstance(value, tuple) and len(value) != (count := len(known[name].default)):
-            why = f"{name} has {count} numbers"
-    try:
-        getattr(torch.optim, kind)([{"params": []}], **options)
-    except (TypeError, ValueError, IndexError) as error:
-        why = why or str(error)
-    check(not why, key, ABSENT, f"{kind} refuses it: {why}", "see its documentation in torch.optim")
 
 
 def learning_rates(optimizer: torch.optim.Optimizer) -> dict[str, float]:
@@ -296,7 +281,7 @@ class Named(Optimizer):
         known = [n for n, c in classes if issubclass(c, torch.optim.Optimizer) and n not in _ELSEWHERE]
         why = "torch.optim has no such optimizer for a network;"
         check(self.name in known, "name", self.name, why, did_you_mean(self.name, known))
-        has_decay = not self.weight_decay or "weight_decay" in _parameters_of(self.name)
+        has_decay = not self.weight_decay or "weight_decay" in arguments_of(self.name)
         why, remedy = f"{self.name} has no weight decay", "optimizer.weight_decay=0"
         check(has_decay, "weight_decay", self.weight_decay, why, remedy)
         super().__post_init__()

@@ -41,16 +41,18 @@ class Plateau(Schedule):
         if eval_every == 0:  # of debug=smoke, for example
             log.warning("schedule=plateau reduces no learning rate: the only evaluation is at the end (eval_every=0)")
 
-    def build(self, directions: Mapping[str, str], selection: tuple[str, str]) -> Rates:
+    def build(
+        self, directions: Mapping[str, str], selection: tuple[str, str], by_group: Mapping[str, Schedule] | None = None
+    ) -> Rates:
         named = selection if self.metric is None else (self.metric, directions[self.metric.removeprefix("eval/")])
-        return _OnPlateau(self, f"eval/{named[0].removeprefix('eval/')}", named[1])
+        return _OnPlateau(self, f"eval/{named[0].removeprefix('eval/')}", named[1], by_group)
 
 
 class _OnPlateau(Rates):
     """The rates of a run, and what its evaluations were so far."""
 
-    def __init__(self, options: Plateau, metric: str, direction: str):
-        super().__init__(options)
+    def __init__(self, options: Plateau, metric: str, direction: str, by_group: Mapping[str, Schedule] | None):
+        super().__init__(options, by_group)
         self._options, self._metric, self._is_max = options, metric, direction == "max"
         worst = -math.inf if self._is_max else math.inf
         self._seen: dict[str, Any] = {"metric": metric, "best": worst, "waited": 0, "cooldown": 0, "factor": 1.0}

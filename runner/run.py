@@ -34,7 +34,7 @@ from runner.parallel.collectives import Collectives
 from runner.parallel.session import Session
 from runner.precision import Precision
 from runner.profiler import Profiler
-from runner.schedule import Schedule
+from runner.schedule import Schedule, with_function
 from runner.stop import Stop
 from runner.system.secrets import redacted_values
 from runner.tracking.base import Tracker
@@ -128,7 +128,8 @@ class Run:
         check_metrics(self.workload)
         self.stop.check_evaluations(session.eval_metrics, eval_every, self.workload.best_possible)
         self.schedule.check_evaluations(session.eval_metrics, eval_every)
-        self.schedule.check_length(num_steps)
+        for schedule in (with_function(self.schedule), *self.optimizer.schedules().values()):
+            schedule.check_length(num_steps)
         save_every = once_an_epoch if self.save_every is None else self.save_every
         lengths = {"num_steps": num_steps, "eval_every": eval_every, "save_every": save_every}
         return replace(session, steps_per_epoch=epoch, **lengths)

@@ -7,24 +7,24 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 import torch
 
-from runner.config.errors import check
+from runner.config import user_code
+from runner.config.errors import ABSENT, check, did_you_mean, errors_under
 from runner.config.limits import Fraction, NonNegativeInt, Range
+from runner.config.options import option_contents
+from runner.config.schema import load_class, typed_values
 
 log = logging.getLogger(__name__)
 
 
 @dataclass
 class Schedule:
-    """A constant learning rate after a linear warm-up; the base class of all schedules.
-
-    If code of the user's is given as `schedule`, it is the factor after the warm-up, instead of 1.
-    """
+    """A constant learning rate after a linear warm-up; the base class of all schedules."""
 
     warmup: Annotated[float, Range(least=0, below=1.0)] | NonNegativeInt = 0.0
 
@@ -61,28 +61,31 @@ class Schedule:
     def check_evaluations(self, directions: Mapping[str, str], eval_every: int) -> None:
         """Raise `ConfigError` if the schedule needs an evaluation that the run does not have (see `Stop`)."""
 
-    def build(self, directions: Mapping[str, str], selection: tuple[str, str]) -> Rates:
+    def build(
+        self, directions: Mapping[str, str], selection: tuple[str, str], by_group: Mapping[str, Schedule] | None = None
+    ) -> Rates:
         """Return the rates of a run.
 
         `directions` has the `min` or `max` of each evaluation metric; `selection` is the metric that selects the best
-        checkpoint, and its own.
+        checkpoint, and its own; `by_group` has the schedules of groups of parameters that have their own, by pattern.
         """
-        return Rates(self)
+        return Rates(with_function(self), by_group)
 
 
 class Rates:
-    """The learning rates of a run with a `schedule`. This class has no state."""
+    """The learning rates of a run with a `schedule`; some groups may have their own. This class has no state."""
 
     _scale = 1.0
 
-    def __init__(self, schedule: Schedule):
-        self._schedule = schedule
+    def __init__(self, schedule: Schedule, by_group: Mapping[str, Schedule] | None = None):
+        self.schedule, self._by_group = schedule, by_group or {}
 
     def set_lr(self, optimizer: torch.optim.Optimizer, update: int, num_updates: int) -> None:
         """Set the learning rate of `optimizer` for the update with index `update` (see `Schedule.factor`)."""
-        factor = self._scale * self._schedule.factor(update, num_updates)
+        factors = {name: each.factor(update, num_updates) for name, each in self._by_group.items()}
+        factors[""] = self._scale * self.schedule.factor(update, num_updates)
         for group in optimizer.param_groups:
-            rate = factor * group.setdefault("initial_lr", group["lr"])
+            rate = factors[group.get("schedule", "")] * group.setdefault("initial_lr", group["lr"])
             if isinstance(group["lr"], torch.Tensor):  # of a compiled step, which reads its memory
                 group["lr"].fill_(rate)
             else:
@@ -156,6 +159,70 @@ class Step(Schedule):
     def after_warmup(self, update: int, num_updates: int) -> float:
         # In floating point 0.55 * 100 exceeds 55: without a tolerance, the decay would be one update late.
         return self.gamma ** sum(update >= milestone * num_updates - 1e-6 for milestone in self.milestones)
+
+
+_MAX_TRIED = 1000
+"""The number of steps for which a function of the user's is tried before the first one."""
+
+
+@dataclass
+class Function(Schedule):
+    """A `function` of the user's, which returns the factor for a step after the warm-up, of a number of steps."""
+
+    function: Callable[[int, int], Any] = lambda step, num_steps: 1.0
+
+    def after_warmup(self, update: int, num_updates: int) -> float:
+        with user_code.errors_of("schedule"):
+            value = self.function(update, num_updates)
+            factor = float(value) if hasattr(value, "__float__") else math.nan
+        why = f"the function{user_code.place(self.function)} returned it for step {update} of {num_updates}"
+        check(0 <= factor < math.inf, "schedule", value, why, "a factor of optimizer.lr is a finite number ≥ 0")
+        return factor
+
+    def check_length(self, num_steps: int) -> None:
+        super().check_length(num_steps)
+        count = num_steps - self.num_warmup(num_steps)
+        steps = range(0, count, max(1, count // _MAX_TRIED))
+        factors, again = ([self.after_warmup(step, count) for step in order] for order in (steps, reversed(steps)))
+        where = user_code.place(self.function)
+        for step, factor, other in zip(steps, factors, reversed(again), strict=True):
+            why = f"for step {step} the function{where} returned {factor}, and then {other}"
+            check(factor == other, "schedule", ABSENT, why, "let it depend on step and num_steps alone")
+        if factors:
+            log.info("schedule: the function%s, %.3g to %.3g × optimizer.lr", where, min(factors), max(factors))
+
+
+def with_function(schedule: Schedule) -> Schedule:
+    """Return `schedule`, with the function that is given as the user's `schedule`, if there is one.
+
+    Raises:
+        ConfigError: if it is not a function of (step, num_steps), or another schedule is chosen, too.
+    """
+    function = user_code.function_of("schedule", ("step", "num_steps"), "return factor; or type schedule=cosine, …")
+    if function is None:
+        return schedule
+    why, remedy = f"code gives a schedule, too{user_code.place(function)}", "leave out schedule=…, or that function"
+    check(type(schedule) is Schedule, "schedule", type(schedule).__name__.lower(), why, remedy)
+    return Function(schedule.warmup, function)
+
+
+def of_option(given: Any) -> Schedule:
+    """Return the schedule of a group of parameters: `cosine`, or `{name: cosine, warmup: 100}`.
+
+    Raises:
+        ConfigError: if it is none, or one that depends on evaluations.
+    """
+    node = dict(given) if isinstance(given, Mapping) else {"name": given}
+    name, known = str(node.pop("name", "")), option_contents("schedule")
+    example = "for example constant, or {name: cosine, warmup: 0.1}"
+    check(bool(name), "schedule", given, "it has no name", example)
+    check(name in known, "schedule", name, "there is no such schedule;", did_you_mean(name, known))
+    options = {**known[name], **node}
+    cls = load_class(options.pop("_target_"), Schedule)
+    why = "it follows the evaluations of the run, of all groups"
+    check(cls.build is Schedule.build, "schedule", name, why, f"schedule={name}, or another one here")
+    with errors_under("schedule"):
+        return cls(**typed_values(cls, options))
 
 
 def _cosine(start: float, end: float, fraction: float) -> float:

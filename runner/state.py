@@ -71,7 +71,7 @@ class State:
         self.has_saved = False  # whether a checkpoint has been written, or begun, in this session
         self.average = run.ema.build(model)
         self.stopping = run.stop.build(session.eval_metrics)
-        self.rates = run.schedule.build(session.eval_metrics, run.workload.selection)
+        self.rates = run.schedule.build(session.eval_metrics, run.workload.selection, run.optimizer.schedules())
         # Whether an average or a target network follows the weights, which must not move if an update is skipped.
         has_target = type(run.workload).after_step is not Workload.after_step
         self.weights_are_followed = has_target or run.ema.decay is not None
@@ -183,7 +183,7 @@ class State:
             log.warning("the data has changed, as data.changed=accept allows: %s", change)
         self.load(checkpoint)
         log.info("resumed after step %d", self.step)
-        schedule, num_steps, before = self.run.schedule, self.session.num_steps, checkpoint.state["num_steps"]
+        schedule, num_steps, before = self.rates.schedule, self.session.num_steps, checkpoint.state["num_steps"]
         if before not in (0, num_steps) and schedule.is_stretched and 0 < self.step < num_steps:  # 0: not known
             text = "the run has %d steps instead of %d: the learning rate schedule is stretched to them, "
             text += "and goes on at %.3g × optimizer.lr"

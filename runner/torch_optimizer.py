@@ -4,10 +4,53 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import make_dataclass
 from typing import Any
 
 import torch
+
+from runner.config.errors import ABSENT, check
+from runner.config.schema import field_types, option_fields
+
+_OF_ALL = ("fused", "groups", "layer_decay", "decay_norms")
+"""Options that a group cannot have by itself."""
+
+
+def arguments_of(kind: str) -> Mapping[str, inspect.Parameter]:
+    """Return the arguments of the class `kind` of `torch.optim` by name."""
+    return inspect.signature(getattr(torch.optim, kind)).parameters
+
+
+@functools.cache
+def schema_of(cls: type, kinds: tuple[str, ...], in_group: bool = True) -> type:
+    """Return a dataclass of the arguments of the `kinds` that are no options of the component `cls`.
+
+    With `in_group`, it also has those of the options that a group may set.
+    """
+    hints = {name: hint for name, hint in field_types(cls).items() if name not in _OF_ALL} if in_group else {}
+    others = {*option_fields(cls), "params", "foreach"} | ({"betas"} if "beta1" in option_fields(cls) else set())
+    for name, parameter in [each for kind in kinds for each in arguments_of(kind).items()]:
+        if name not in others:
+            of_default = type(parameter.default)
+            known = {bool: bool, int: float, float: float, tuple: tuple[float, ...]}
+            hints[name] = known.get(of_default, Any)
+    schema = make_dataclass(kinds[0], hints.items())
+    schema.__module__, schema.__qualname__ = cls.__module__, cls.__qualname__  # of the option file, in error messages
+    return schema
+
+
+def check_accepted(kind: str, options: dict[str, Any], key: str) -> None:
+    """Refuse the `options` of a group that torch refuses, which would only look at those of the first group."""
+    known, why = arguments_of(kind), ""
+    for name, value in options.items():
+        if isinstance(value, tuple) and len(value) != (count := len(known[name].default)):
+            why = f"{name} has {count} numbers"
+    try:
+        getattr(torch.optim, kind)([{"params": []}], **options)
+    except (TypeError, ValueError, IndexError) as error:
+        why = why or str(error)
+    check(not why, key, ABSENT, f"{kind} refuses it: {why}", "see its documentation in torch.optim")
 
 
 def of_torch(
@@ -17,7 +60,7 @@ def of_torch(
 
     `in_one_kernel` asks for operations on many parameters at once, which are fused if `fuses` and `can_be_fused`.
     """
-    known = inspect.signature(getattr(torch.optim, kind)).parameters
+    known = arguments_of(kind)
     fused = fuses and can_be_fused and "fused" in known
     if kind == "SGD":
         sharded = any(hasattr(parameter, "device_mesh") for group in groups for parameter in group["params"])

@@ -1,18 +1,22 @@
 """Tests that the learning rate of every update equals that of torch's own schedulers."""
 
+import itertools
 import math
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from helpers.compose import option_content
 from torch.optim import lr_scheduler
 
+from runner.config import user_code
 from runner.config.errors import ConfigError
 from runner.config.schema import build
+from runner.optimizer import SGD, Optimizer, learning_rates
 from runner.plateau import Plateau
-from runner.schedule import Cosine, Linear, OneCycle, Schedule, Step
+from runner.schedule import Cosine, Linear, OneCycle, Schedule, Step, with_function
 
 PEAK = 0.3
 
@@ -188,6 +192,100 @@ def test_a_warm_up_that_is_neither_a_fraction_nor_steps_is_refused(value):
     with pytest.raises(ConfigError) as refused:
         build(option_content("schedule", "cosine") | {"warmup": value}, Schedule, "schedule")
     assert (refused.value.key, refused.value.got in (value, 1)) == ("schedule.warmup", True)
+
+
+def given(function: Any) -> Any:
+    return user_code.using(user_code.passed(schedule=function))
+
+
+def test_a_function_is_lambda_lr_also_after_a_warm_up(caplog):
+    caplog.set_level("INFO")
+
+    def schedule(step: int, num_steps: int) -> float:
+        return 1 / (1 + 9 * step / num_steps)
+
+    with given(schedule):
+        expected = torch_rates(lambda o: lr_scheduler.LambdaLR(o, lambda step: schedule(step, 50)), 50)
+        assert our_rates(Schedule(), 50) == close(expected)
+        rising = [PEAK * (step + 1) / 10 for step in range(10)]
+        assert our_rates(Schedule(warmup=10), 60) == close([*rising, *expected])
+        with_function(Schedule()).check_length(50)
+    assert "0.102 to 1 × optimizer.lr" in caplog.text
+
+
+def in_turn() -> Callable[[int, int], float]:
+    calls = itertools.count()
+    return lambda step, num_steps: next(calls) / 1000
+
+
+def raising(step: int, num_steps: int) -> float:
+    raise ValueError("no rate")
+
+
+@pytest.mark.cases(
+    (lambda step, num_steps: -0.1, "returned it for step 0 of 20"),
+    (lambda step, num_steps: math.inf * (step == 19), "returned it for step 0 of 20"),  # 0 · inf is NaN
+    (lambda step, num_steps: 1 if step < 19 else math.inf, "returned it for step 19 of 20"),
+    (lambda step, num_steps: "0.5", "returned it"),
+    (lambda step, num_steps: None, "returned it"),
+    (lambda step, num_steps: torch.ones(2), "it raises"),
+    (raising, "ValueError: no rate"),
+    (in_turn(), "returned 0.0, and then 0.039"),
+    (lambda step: 1.0, "not a function of these arguments"),
+    (0.5, "not a function of these arguments"),
+    (lr_scheduler.LambdaLR, "it raises"),
+)
+def test_a_function_that_is_no_schedule_is_refused_before_the_first_step(function, why):
+    with given(function), pytest.raises(ConfigError) as refused:
+        with_function(Schedule()).check_length(20)
+    assert refused.value.key == "schedule"
+    assert why in refused.value.why
+
+
+def test_a_function_beside_another_schedule_is_refused():
+    with given(lambda step, num_steps: 1.0), pytest.raises(ConfigError, match="schedule: got 'cosine': code gives a"):
+        with_function(Cosine())
+
+
+def test_groups_may_have_schedules_of_their_own():
+    """The warm-up of a new head, and a constant rate elsewhere: as with one function a group of `LambdaLR`."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    groups = {
+        "2": {"lr": 0.2, "schedule": {"name": "cosine", "warmup": 5, "final": 0.1}},
+        "0": {"schedule": "constant"},
+    }
+    options = SGD(lr=0.1, groups=groups)
+    chosen = options.build(model)
+    theirs = torch.optim.SGD([{"params": [torch.zeros(1)], "lr": lr} for lr in (0.1, 0.1, 0.2)])
+
+    def of_head(step: int) -> float:
+        return (step + 1) / 5 if step < 5 else 0.1 + 0.9 * (1 + math.cos(math.pi * (step - 5) / 15)) / 2
+
+    scheduler = lr_scheduler.LambdaLR(theirs, [lambda step: 1 - step / 20, lambda step: 1.0, of_head])
+    rates = Linear().build({}, ("loss", "min"), options.schedules())
+    for update in range(20):
+        rates.set_lr(chosen, update, 20)
+        found = learning_rates(chosen)
+        wanted = [group["lr"] for group in theirs.param_groups]
+        assert [found["lr"], found["lr/0"], found["lr/2"]] == close(wanted)
+        theirs.step()
+        scheduler.step()
+
+
+@pytest.mark.cases(
+    ("cosin", "", "did you mean cosine"),
+    ({"warmup": 5}, "", "for example constant"),
+    ({"name": "cosine", "warmup": 1}, ".warmup", "schedule.warmup=500"),
+    ({"name": "cosine", "finale": 0}, ".finale", "did you mean final"),
+    ("plateau", "", "schedule=plateau"),
+    (3, "", "choose from"),
+)
+def test_the_schedule_of_a_group_is_checked_as_that_of_a_run(value, key, remedy):
+    node = option_content("optimizer", "sgd") | {"groups": {"head": {"schedule": value}}}
+    with pytest.raises(ConfigError) as refused:
+        build(node, Optimizer, "optimizer")
+    assert refused.value.key == f"optimizer.groups.head.schedule{key}"
+    assert remedy in refused.value.remedy
 
 
 def test_every_group_keeps_its_own_rate():

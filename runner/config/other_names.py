@@ -71,6 +71,7 @@ PARTS = {
     "collate": "collate_fn collator data_collator",
     "loss": "criterion loss_fn loss_func loss_function compute_loss objective",
     "metrics": "metric eval_metrics compute_metrics",
+    "schedule": "lr_lambda",
 }
 """For each part of a user's code: what it is named elsewhere."""
 _WITHOUT = {
@@ -90,7 +91,8 @@ def of_code(name: str, missing: Iterable[str], is_callable: bool = True) -> str:
     plain, missing = name.lower(), list(missing)
     for part in missing:
         spelled = part.replace("_", ""), plain.replace("_", "")
-        if plain in PARTS.get(part, "").split() or difflib.SequenceMatcher(None, *spelled).ratio() >= 0.8:
+        is_similar = difflib.SequenceMatcher(None, *spelled).ratio() >= 0.8 and not type_instead(name)
+        if plain in PARTS.get(part, "").split() or is_similar:
             return f"name it {part}"
     if remedy := next((remedy for names, remedy in _WITHOUT.items() if plain in names.split()), ""):
         return remedy

@@ -30,7 +30,7 @@ from runner.system.signals import is_of_signal
 
 log = logging.getLogger(__name__)
 _FILE = re.compile(r"([^:,]+\.py)(?::(\w+))?")
-_GROUPS = ("model", "data", "env", "workload")
+_GROUPS = ("model", "data", "env", "schedule", "workload")
 
 
 class Hooks(NamedTuple):
@@ -46,7 +46,7 @@ class Hooks(NamedTuple):
     before_save: Callable[[Any], object] = lambda state: None
 
 
-PARTS = ("model", "data", "collate", "loss", "metrics", *Hooks._fields)
+PARTS = ("model", "data", "collate", "loss", "metrics", "schedule", *Hooks._fields)
 """What a user may give: the arguments of `runner.train`, and names in a file."""
 
 
@@ -90,7 +90,7 @@ class UserCode:
         """Return `overrides` after those that name the `objects` and, in a new run, choose the options for them."""
         is_new = override_value(overrides, "resume") in (None, "auto", "never")
         names = {part: name for part, name in self.names().items() if part in self.objects}
-        groups = [part for part in ("model", "data") if part in names]
+        groups = [part for part in ("model", "data", "schedule") if part in names]
         groups += ["workload"] if {"data", "loss", "metrics"} & {*names} else []
         chosen = [f"{group}=_user" for group in groups] if is_new else []
         return [*chosen, *(f"++code.{part}={hydra_quoted(name)}" for part, name in names.items()), *overrides]
@@ -293,15 +293,27 @@ def hooks() -> Hooks:
     Raises:
         ConfigError: if one is not a function of these arguments.
     """
-    found = {name: hook for name in Hooks._fields if (hook := find(name)) is not None}
-    for name, hook in found.items():
-        arguments = [*inspect.signature(Hooks._field_defaults[name]).parameters]
-        try:
-            inspect.signature(hook).bind(*arguments)
-        except (TypeError, ValueError):  # ValueError: of a function in C, whose arguments are not known
-            why, remedy = "it is not a function of these arguments", f"def {name}({', '.join(arguments)}): …"
-            raise ConfigError(name, _name(hook), why, remedy) from None
-    return Hooks(**{name: _watched(name, hook) for name, hook in found.items()})
+    found = {}
+    for name, default in Hooks._field_defaults.items():
+        if (hook := function_of(name, [*inspect.signature(default).parameters], "…")) is not None:
+            found[name] = _watched(name, hook)
+    return Hooks(**found)
+
+
+def function_of(name: str, arguments: Sequence[str], body: str) -> Callable[..., Any] | None:
+    """Return the function of `arguments` that is given as `name`, of which `body` is an example; None if none is.
+
+    Raises:
+        ConfigError: if it is not a function of these arguments.
+    """
+    if (function := find(name)) is None:
+        return None
+    try:
+        inspect.signature(function).bind(*arguments)
+    except (TypeError, ValueError):  # ValueError: of a function in C, whose arguments are not known
+        why, remedy = "it is not a function of these arguments", f"def {name}({', '.join(arguments)}): {body}"
+        raise ConfigError(name, _name(function), why, remedy) from None
+    return function
 
 
 def _watched(name: str, hook: Callable[..., object]) -> Callable[..., object]:

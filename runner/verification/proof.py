@@ -82,7 +82,7 @@ def prove(run: Run, session: Session) -> None:
         return
     start, states = time.monotonic(), random_states(session.devices)
     given = user_code.given()
-    without_hooks = replace(given, objects={**given.objects, **dict.fromkeys(user_code.Hooks._fields)})
+    without_hooks = replace(given, objects={**given.objects, **dict.fromkeys(("schedule", *user_code.Hooks._fields))})
     with quiet(), user_code.using(without_hooks), tempfile.TemporaryDirectory(prefix="runner-proof-") as scratch:
         text = _Proof(run, session, ways, Path(scratch)).text()
     set_random_states(states, session.devices)

@@ -73,3 +73,58 @@ def test_what_is_neither_a_number_nor_a_text_is_refused_in_the_line_that_logs_it
     for good in values:
         state.log("tag", good)
         assert float(state._to_log["tag"]) == 1
+
+
+def falling(step: int, num_steps: int) -> float:
+    return 1 - step / num_steps
+
+
+def test_a_schedule_of_the_user_sets_the_rate_of_each_step_also_after_a_resume():
+    """Also of a network and data of the runner, whose default schedule it replaces."""
+
+    def crash(state: Any) -> None:
+        if state.step == 5:
+            raise Custom
+
+    wanted = pytest.approx([0.01 * (1 - step / 6) for step in range(6)])
+    for words, parts in ((WORDS, {"model": Net, "data": TENSORS}), ([*WORDS, "model=tiny", "data.size=8"], {})):
+        given = {**parts, "schedule": falling}
+        with pytest.raises(runner.CrashedError) as crashed:
+            runner.train([*words, "optimizer.lr=0.01"], **given, after_step=crash)
+        path: Any = crashed.value.result.directory
+        with pytest.raises(runner.ConfigError, match="pass it again"):
+            runner.train([f"resume={path}"], **parts)
+        runner.train([f"resume={path}"], **given, after_step=lambda state: None)
+        assert [*runner.load(path).curves()["lr"].values()] == wanted
+
+
+FILE = """
+import torch
+from torch.utils.data import TensorDataset
+
+def model():
+    return torch.nn.Linear(3, 2)
+
+data = TensorDataset(torch.randn(20, 3), torch.randint(0, 2, (20,)))
+
+def schedule(step, num_steps):
+    return 0.5 ** step
+"""
+
+
+def test_a_schedule_is_in_the_file_of_the_workload_or_in_one_of_its_own(tmp_path):
+    (tmp_path / "mine.py").write_text(FILE)
+    (tmp_path / "rates.py").write_text("def slow(step, num_steps):\n    return 0.1\n")
+    words = ["device=cpu", "device.threads=1", "batch_size=4", "steps=3", "log_every=1", "optimizer.lr=0.01"]
+    for options, rates in (
+        (["workload=mine.py"], [0.01, 0.005, 0.0025]),
+        (["workload=mine.py", "schedule=rates.py:slow"], [0.001] * 3),
+        (["model=tiny", "data.size=8", "schedule=rates.py:slow"], [0.001] * 3),
+    ):
+        path: Any = runner.train([*words, *options]).directory
+        curves = runner.load(path).curves()
+        assert [*curves["lr"].values()] == pytest.approx(rates)
+    with pytest.raises(runner.ConfigError, match=r"schedule: got 'cosine': code gives a schedule, too .*mine.py:10"):
+        runner.train([*words, "workload=mine.py", "schedule=cosine"])
+    with pytest.raises(runner.ConfigError, match=r"rates.py defines no fast"):
+        runner.train([*words, "workload=mine.py", "schedule=rates.py:fast"])
