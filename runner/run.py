@@ -202,7 +202,8 @@ class Run:
             check(self.epochs is None, "epochs", self.epochs, why, "leave epochs=null, or set steps=N")
             return length
         assert self.epochs is not None
-        check(epoch is not None, "epochs", self.epochs, "this workload has no epochs", "set steps=N")
+        why = "this workload has no epochs (a stream, for example, has no length), so that steps=… is required"
+        check(epoch is not None, "steps", None, why, "set steps=N in place of epochs")
         return max(1, math.ceil(self.epochs * (epoch or 1) - 1e-9))
 
 

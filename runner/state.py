@@ -226,7 +226,7 @@ class State:
         is_older = not {"buffers", "replicas"} & local.keys()  # without the state of a loss, `random` and NumPy
         like |= {"loss": [dict]} if "loss" in shared or not is_older else {}
         like |= {"attributes": {str: object}} if "attributes" in shared else {}
-        later = {"workload": {str: float}, "schedule": dict}
+        later = {"workload": dict, "schedule": dict}
         like |= {key: form for key, form in later.items() if key in shared}  # not in an older one
         check_like(shared, like, "the state")
         if shared["best"]:

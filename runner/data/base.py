@@ -47,6 +47,18 @@ class Samples(ABC):
     @abstractmethod
     def __len__(self) -> int: ...
 
+    @property
+    def length(self) -> int | None:
+        """The number of samples; None of a stream, which has none."""
+        return len(self)
+
+    def state(self) -> dict[str, Any]:
+        """Return, as plain values and tensors, what a resume needs besides the number of the step to go on."""
+        return {}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Restore what `state` returned in another session; raises `UnexpectedContentError` if it is something else."""
+
     @abstractmethod
     def batches(self, micros: Iterable[MicroBatch], seed: int, device: torch.device) -> Iterator[Batch]:
         """Yield shuffled and augmented training batches, one for each of `micros`.

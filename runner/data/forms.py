@@ -1,4 +1,4 @@
-"""What users pass as data: data sets, lists, tensors, arrays and tables, in one of two forms.
+"""What users pass as data: data sets, streams, lists, tensors, arrays and tables, in one of two forms.
 
 A sample is (input, target), each a tensor, an array or a number, or a tuple or dict of them; or a dict, whose `labels`
 or `label` is the target. So are arrays of all samples: (inputs, targets), or a dict.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from numbers import Integral, Real
 from typing import Any
 
@@ -101,8 +101,8 @@ class Arrays(Dataset):
         return map_tensors(lambda each: each[index], (self.inputs, self.targets))
 
 
-def map_style(given: Any) -> Any:
-    """Return `Arrays` of inputs and targets, or another map-style data set; refuse what is neither."""
+def data_set(given: Any) -> Any:
+    """Return `Arrays` of inputs and targets, another map-style data set, or a stream; refuse what is none of them."""
     name = type(given).__name__
     if isinstance(given, type):
         given = given()
@@ -135,8 +135,11 @@ def map_style(given: Any) -> Any:
         remedy = f"pass loader.dataset, and do in its __getitem__ and __len__ what its {lost} did" * bool(lost)
         why = "the batches are made by the runner: of all samples, each once an epoch, in random order"
         raise ConfigError("", name, why, remedy or "pass loader.dataset")
-    why = "its samples have no index, so that they cannot be shuffled, divided and resumed"
-    check(not isinstance(given, IterableDataset), "", name, why, "pass a map-style Dataset, or list(dataset)")
+    if isinstance(given, IterableDataset):
+        return given
+    why = "an iterator can be read once only, and a run reads its data several times"
+    is_iterator = isinstance(given, Iterator)
+    check(not is_iterator, "", name, why, "yield the samples in __iter__ of a torch.utils.data.IterableDataset")
     is_map_style = hasattr(given, "__getitem__") and hasattr(given, "__len__")
     check(is_map_style and not isinstance(given, tuple | dict | str), "", name, "it is no map-style data set", remedy)
     check(len(given) > 0, "", name, "it is empty", "pass one with samples")

@@ -55,6 +55,32 @@ def seed_all(generators: Iterable[Any], seed: int) -> None:
                 bits.state = type(bits)(own).state
 
 
+def states_of(generators: Iterable[Any]) -> list[Any]:
+    """Return the states of `generators`, for `set_states`; None of one that has none."""
+    return [_state(each) for each in generators]
+
+
+def set_states(generators: Iterable[Any], states: Iterable[Any]) -> None:
+    """Set `generators` to what `states_of` returned."""
+    for generator, state in zip(generators, states, strict=True):
+        if state is None:
+            continue
+        if hasattr(generator, "set_state"):
+            generator.set_state(state)
+        elif isinstance(generator, random.Random):
+            generator.setstate(state)
+        else:
+            getattr(generator, "bit_generator", generator).state = state
+
+
+def _state(generator: Any) -> Any:
+    if hasattr(generator, "get_state"):  # of torch, or an older one of NumPy
+        return generator.get_state()
+    if isinstance(generator, random.Random):
+        return None if isinstance(generator, random.SystemRandom) else generator.getstate()
+    return getattr(generator, "bit_generator", generator).state
+
+
 def _held_by(value: Any) -> Iterable[Any]:
     if isinstance(value, Mapping | list | tuple):
         return [] if len(value) > _MAX_ITEMS else [*value.values()] if isinstance(value, Mapping) else value

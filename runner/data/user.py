@@ -2,35 +2,31 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
-import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar
 
-import numpy as np
 import torch
-from torch.utils.data import Dataset, Subset, default_collate
+from torch.utils.data import Dataset, IterableDataset, Subset
 
 from runner.batching import MicroBatch, SampleOrder
 from runner.config import user_code
-from runner.config.errors import ABSENT, check, described
-from runner.config.limits import Range
-from runner.data.base import Batch, Data, DataError, Samples, shape_of, shard_bounds
-from runner.data.forms import Arrays, class_names, is_pair, map_style, pair, single, with_columns_of
-from runner.data.generators import generators_of, seed_all
+from runner.config.errors import ABSENT, check
+from runner.config.limits import PositiveInt, Range
+from runner.data.base import Batch, Data, Samples, shard_bounds
+from runner.data.fetch import Fetch, Job, UserSamples, item, sha256
+from runner.data.forms import Arrays, class_names, data_set, is_pair, with_columns_of
+from runner.data.generators import generators_of
 from runner.data.image_files import to_device
 from runner.data.memory import ArraySamples
+from runner.data.stream import Reader, StreamSamples
 from runner.data.workers import Workers, call_shared
 from runner.seeds import derive, seeded
-from runner.system.trees import Tree, leaves_of, map_tensors, tensors_of
+from runner.system.trees import Tree, leaves_of
 
 log = logging.getLogger(__name__)
-
-_HASHED = 16
-"""The number of samples of a map-style data set that its fingerprint covers."""
 
 
 @dataclass
@@ -38,15 +34,17 @@ class UserData(Data):
     """Training and held-out samples, or samples of which a share is held out; see `conf/data/_user.yaml`.
 
     They are two data sets, or one; or a function that returns them. A data set is a map-style `Dataset` or a list of
-    samples, or arrays of all samples (see `forms`). `collate`, of the user's file, makes a batch of a list of samples.
+    samples, or arrays of all samples (see `forms`), or a stream, an `IterableDataset`. `collate`, of the user's file,
+    makes a batch of a list of samples.
     """
 
     holdout: Annotated[float, Range(above=0, most=0.9)] = 0.2
     workers: Annotated[int, Range(least=0, most=256)] = 0
     prefetch: Annotated[int, Range(least=1, most=64)] = 2
     timeout: Annotated[float, Range(least=1, most=86400)] = 120
+    eval_samples: PositiveInt | None = None
 
-    may_change_on_resume: ClassVar[tuple[str, ...]] = ("workers", "prefetch", "timeout")
+    may_change_on_resume: ClassVar[tuple[str, ...]] = ("workers", "prefetch", "timeout", "eval_samples")
 
     def load(self) -> tuple[Samples, Samples]:
         given: Any = user_code.find("data")
@@ -56,24 +54,33 @@ class UserData(Data):
             is_made = callable(given) and (isinstance(given, type) or not hasattr(given, "__getitem__"))
             made: Any = given() if is_made else given
             if is_pair(made):
-                sets = [map_style(made[0]), map_style(with_columns_of(*made))]
+                sets = [data_set(made[0]), data_set(with_columns_of(*made))]
             else:
-                sets = _split(map_style(made), self.holdout)
+                sets = _split(data_set(made), self.holdout)
+            streams = [isinstance(each, IterableDataset) for each in sets]
+            self._check_streams(streams)
             collate = user_code.find("collate")
             why = "it is no function of a list of samples"
             check(collate is None or callable(collate), "collate", collate, why, "def collate(samples): …")
             if collate is None and all(type(each) is Arrays for each in sets):
-                content = _sha256([each[:] for each in sets])
+                content = sha256([each[:] for each in sets])
                 train, held_out = (ArraySamples(each.inputs, each.targets, content=content) for each in sets)
             else:
-                fetches = [Fetch(each, collate) for each in sets]
-                some = [fetch.some() for fetch in fetches]
-                content = _sha256(some)
+                fetches = [(Reader if a else Fetch)(each, collate) for a, each in zip(streams, sets, strict=True)]
+                content = sha256([fetch.some() for fetch in fetches])
+                name, why = type(sets[0]).__name__, "it is also the held-out stream, and cannot be copied"
+                is_shared = sets[0] is sets[1] and isinstance(fetches[0], Reader) and not fetches[0].is_copied
+                check(not is_shared, "", name, why, "pass two objects: (Stream(), Stream())")
                 workers = Workers(self.workers, self.timeout, self.prefetch, fetches if self.workers else None)
-                train, held_out = (DatasetSamples(fetches, number, workers, content) for number in range(2))
+                train, held_out = (
+                    StreamSamples(each, number, workers, content, self.eval_samples)
+                    if isinstance(each, Reader)
+                    else DatasetSamples(each, number, workers, content)
+                    for number, each in enumerate(fetches)
+                )
                 train.check_draws(False)
                 held_out.check_draws(True)
-                if count := len(generators_of(sets[0])):
+                if not streams[0] and (count := len(generators_of(sets[0]))):
                     log.info("data: %d generators in the data set are seeded for each sample, by the run's seed", count)
             names = [class_names(each) for each in sets]
             train.class_names, held_out.class_names = names  # pyright: ignore[reportAttributeAccessIssue]
@@ -92,117 +99,27 @@ class UserData(Data):
                     log.warning(text, wrong, len(values), kind, name)
         return train, held_out
 
+    def _check_streams(self, streams: list[bool]) -> None:
+        why, remedy = "a stream is read in order, by one process", "data.workers=1, which reads it ahead"
+        check(not any(streams) or self.workers <= 1, "workers", self.workers, why, remedy)
+        why = "the held-out samples are no stream, and an evaluation takes all of them"
+        is_used = self.eval_samples is None or any(streams)
+        check(is_used, "eval_samples", self.eval_samples, why, "leave data.eval_samples=null")
+
 
 def _split(given: Any, holdout: float) -> list[Any]:
     """Divide a data set at random, in a way that does not depend on the seed of a run."""
+    why, remedy = "of a stream, which has no length, no share can be held out", "pass two: (stream, held-out data)"
+    check(not isinstance(given, IterableDataset), "", type(given).__name__, why, remedy)
     count = len(given)
     check(count > 1, "", ABSENT, "a single sample cannot be divided", "pass training and held-out samples")
     order = torch.randperm(count, generator=torch.Generator().manual_seed(derive(0, "holdout")))
     num_held_out = max(1, round(holdout * count))
-    return [map_style(Subset(given, sorted(rows.tolist()))) for rows in (order[num_held_out:], order[:num_held_out])]
+    return [data_set(Subset(given, sorted(rows.tolist()))) for rows in (order[num_held_out:], order[:num_held_out])]
 
 
 def _in_words(shape: Tree) -> Any:
     return list(shape) if isinstance(shape, tuple) else shape
-
-
-def _sha256(tree: Tree) -> str:
-    digest = hashlib.sha256()
-    for tensor in tensors_of(tree):
-        digest.update(f"{tensor.dtype} {tuple(tensor.shape)} ".encode())
-        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
-
-
-class Job(NamedTuple):
-    """A batch to load: the indices of its samples, and a seed for each."""
-
-    indices: list[int]
-    seeds: list[int]
-
-
-class Fetch:
-    """Loads batches of a map-style data set, as (inputs, targets); by default, samples are stacked.
-
-    While a sample is loaded, `random`, NumPy, torch and the generators of the data set draw from its seed; while
-    samples are collated, from that of the first.
-    """
-
-    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any] | None = None):
-        self.dataset, self.collate = dataset, collate
-
-    def __call__(self, job: Job) -> tuple[Tree, Tree]:
-        with seeded(0):
-            generators = generators_of(self.dataset)  # now, as the data set may have made some since the last batch
-            pairs = zip(job.indices, job.seeds, strict=True)
-            samples = [self._sample(index, seed, generators) for index, seed in pairs]
-            if self.collate is not None:
-                return self._collated(samples, job.seeds[0], generators)
-        name = type(self.dataset).__name__
-        for index, sample in zip(job.indices, samples, strict=True):
-            pair(sample, f"sample {index}", name)
-            why = f"sample {index} has masked values, which would be replaced by what is below the mask"
-            is_masked = any(np.ma.is_masked(leaf) for _, leaf in leaves_of(sample))
-            check(not is_masked, "data", name, why, "replace them: array.filled(value)")
-        try:
-            inputs, targets = pair(default_collate(samples), "a batch", name)
-        except (RuntimeError, TypeError) as error:
-            shapes = [shape for sample in samples for shape in sorted({*_shapes(sample)})]
-            why = f"its samples cannot be stacked ({', '.join(dict.fromkeys(shapes))}): {error}"
-            remedy = "let all samples have one shape and dtype, or define collate(samples) beside the data, which pads"
-            raise DataError(name, why, remedy) from None
-        kinds = {type(leaf).__name__ for _, leaf in leaves_of((inputs, targets)) if not isinstance(leaf, torch.Tensor)}
-        why = f"its inputs or targets are {' and '.join(sorted(kinds))}"
-        check(not kinds, "data", name, why, "return tensors, arrays or numbers, or define collate(samples)")
-        return map_tensors(single, inputs), targets
-
-    def _collated(self, samples: list[Any], seed: int, generators: list[Any]) -> tuple[Tree, Tree]:
-        _seed(seed, generators)
-        assert self.collate is not None
-        try:
-            batch = self.collate(samples)
-        except Exception as error:
-            remedy = f"correct collate{user_code.place(self.collate)}; log.txt has the traceback"
-            raise DataError("collate", described(error), remedy) from error
-        inputs, targets = pair(batch, "what collate returns", type(self.dataset).__name__)
-        why = f"it returns no tensors{user_code.place(self.collate)}"
-        check(bool(tensors_of(inputs)), "collate", ABSENT, why, "return tensors, of all samples in the list")
-        return map_tensors(single, inputs), targets
-
-    def some(self) -> tuple[Tree, Tree]:
-        """Return a few samples from the whole data set."""
-        count = len(self.dataset)
-        indices = [*range(0, count, -(-count // _HASHED))]
-        return self(Job(indices, indices))
-
-    def _sample(self, index: int, seed: int, generators: list[Any]) -> Any:
-        _seed(seed, generators)
-        try:
-            return _item(self.dataset, index)
-        except Exception as error:
-            remedy = "correct its __getitem__; log.txt has the traceback"
-            raise DataError(f"sample {index} of {type(self.dataset).__name__}", described(error), remedy) from error
-
-
-def _seed(seed: int, generators: list[Any]) -> None:
-    torch.default_generator.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed & 0xFFFFFFFF)
-    seed_all(generators, seed)
-
-
-def _shapes(sample: Any) -> Iterator[str]:
-    for name, leaf in leaves_of(sample):
-        yield f"{name} {list(leaf.shape) if hasattr(leaf, 'shape') else type(leaf).__name__}"
-
-
-def _item(dataset: Any, index: int) -> Any:
-    """Return a sample as a `DataLoader` does, by `__getitems__` if there is one."""
-    if not callable(several := getattr(dataset, "__getitems__", None)):
-        return dataset[index]
-    samples: Any = several([index])
-    [sample] = samples
-    return sample
 
 
 class Joined(Dataset):
@@ -216,29 +133,27 @@ class Joined(Dataset):
 
     def __getitem__(self, index: int) -> Any:
         count = len(self.first)
-        return _item(self.first, index) if index < count else _item(self.second, index - count)
+        return item(self.first, index) if index < count else item(self.second, index - count)
 
 
-class DatasetSamples(Samples):
-    """The samples of a map-style data set, the `number`-th of `fetches`, which `workers` load; see `UserData`."""
+class DatasetSamples(UserSamples):
+    """The samples of a map-style data set, which `fetch` loads here or, as function `number`, in `workers`."""
 
-    def __init__(self, fetches: Sequence[Fetch], number: int, workers: Workers, content: str):
-        self.fetch, self._workers, self._content = fetches[number], workers, content
-        self._load: Callable[[Any], Any] = partial(call_shared, number) if workers.count else fetches[number]
-        self.num_workers = workers.count
-        self.example = Batch(*self.fetch(Job([0], [0])))
-        self.shape = shape_of(self.example.inputs)
+    def __init__(self, fetch: Fetch, number: int, workers: Workers, content: str):
+        self.fetch = fetch
+        super().__init__(workers, content, Batch(*self.fetch(Job([0], [0]))))
+        self._load: Callable[[Any], Any] = partial(call_shared, number) if workers.count else self.fetch
 
     def check_draws(self, held_out: bool) -> None:
         """Say it in a line if the first sample is another when it is read again with its seed.
 
         If samples are held out, also if it is another with another seed.
         """
-        if _sha256(self.fetch(Job([0], [0]))) != _sha256(self.example):
+        if sha256(self.fetch(Job([0], [0]))) != sha256(self.example):
             text = "data: sample 0 of %s is another each time that it is read, with the same seeds: workers may repeat "
             text += "its numbers, and a resume has others; draw from random, numpy.random, torch, or a generator in it"
             log.warning(text, type(self.fetch.dataset).__name__)
-        elif held_out and _sha256(self.fetch(Job([0], [1]))) != _sha256(self.example):
+        elif held_out and sha256(self.fetch(Job([0], [1]))) != sha256(self.example):
             text = (
                 "data: held-out samples of %s draw random numbers, as an augmentation does, the same in each evaluation"
             )
@@ -252,11 +167,6 @@ class DatasetSamples(Samples):
     def batches(self, micros: Iterable[MicroBatch], seed: int, device: torch.device) -> Iterator[Batch]:
         return self._read((Job(*each) for each in SampleOrder(len(self), seed).with_seeds(micros)), device)
 
-    def fake_batches(self, micros: Iterable[MicroBatch], device: torch.device) -> Iterator[Batch]:
-        for micro in micros:
-            n = micro.stop - micro.start
-            yield map_tensors(lambda each: each.new_zeros(n, *each.shape[1:]).to(device), self.example)  # noqa: B023
-
     def in_order(self, batch_size: int, shard: tuple[int, int], device: torch.device) -> Iterator[Batch]:
         start, stop = shard_bounds(len(self), shard)
         ranges = [range(first, min(first + batch_size, stop)) for first in range(start, stop, batch_size)]
@@ -265,13 +175,7 @@ class DatasetSamples(Samples):
     def joined(self, other: Samples) -> Samples:
         assert isinstance(other, DatasetSamples)
         both = Fetch(Joined(self.fetch.dataset, other.fetch.dataset), self.fetch.collate)
-        return DatasetSamples([both], 0, Workers(0), self._content)
-
-    def fingerprint(self) -> str:
-        return self._content
-
-    def close(self) -> None:
-        self._workers.close()
+        return DatasetSamples(both, 0, Workers(0), self._content)
 
     def _read(self, jobs: Iterable[Job], device: torch.device) -> Iterator[Batch]:
         return (Batch(*tensors) for tensors in to_device(self._workers.map(self._load, jobs), device))

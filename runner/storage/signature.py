@@ -120,6 +120,11 @@ def check_same_names(saved: Mapping[str, Any], now: Mapping[str, Any], key: str 
             raise ConfigError(key, ABSENT, why, f"use data with the same {kind}, or start a new run")
 
 
+def num_samples(count: int) -> str:
+    """Return the number of samples in words; 0 is a stream, whose length is not known."""
+    return f"{count:,}" if count else "a stream of"
+
+
 def check_same_samples(saved: Mapping[str, Any], now: Mapping[str, Any], accept: bool) -> str:
     """Return in words how the samples of a session (see `Workload.samples_identity`) differ from a checkpoint's, or "".
 
@@ -128,7 +133,8 @@ def check_same_samples(saved: Mapping[str, Any], now: Mapping[str, Any], accept:
     """
     if not saved or not now or saved == now:
         return ""
-    counts = [f"{each['training']:,} training and {each['held_out']:,} held-out samples" for each in (saved, now)]
+    numbers = [[num_samples(each[kind]) for kind in ("training", "held_out")] for each in (saved, now)]
+    counts = [f"{training} training and {held_out} held-out samples" for training, held_out in numbers]
     other = f"{counts[0]} then, {counts[1]} now"
     other += ", with other content" if counts[0] == counts[1] else ""
     why = f"these are not the samples of the checkpoint ({other})"

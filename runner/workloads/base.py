@@ -249,11 +249,11 @@ class Workload(ABC):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state that `state_dict` returned; raises `UnexpectedContentError` if it is another one."""
 
-    def shared_state(self) -> dict[str, float]:
-        """Return the numbers that checkpoints save for all ranks, of any number of processes."""
+    def shared_state(self) -> dict[str, Any]:
+        """Return the plain values and tensors that checkpoints save for all ranks, of any number of processes."""
         return {}
 
-    def load_shared_state(self, state: dict[str, float]) -> None:
+    def load_shared_state(self, state: dict[str, Any]) -> None:
         """Restore what `shared_state` returned; raises `UnexpectedContentError` if it is something else."""
 
     def parts(self) -> dict[str, Part]:

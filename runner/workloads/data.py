@@ -16,7 +16,7 @@ from runner.config.errors import check, errors_under
 from runner.config.limits import NonNegativeInt, PositiveInt
 from runner.data.base import Batch, Data, Samples
 from runner.model.base import Model
-from runner.storage.signature import check_same_names, check_same_samples
+from runner.storage.signature import check_same_names, check_same_samples, num_samples
 from runner.system.trees import Tree, map_leaves, map_tensors
 from runner.workloads.base import Workload
 
@@ -73,7 +73,8 @@ class DataWorkload(Workload, Generic[S]):
             raise self.model.refused(why, "use model=qnet")
 
     def samples_identity(self) -> dict[str, Any]:
-        return {"training": len(self.train), "held_out": len(self.held_out), "sha256": self.train.fingerprint()}
+        counts = {"training": self.train.length or 0, "held_out": self.held_out.length or 0}  # 0: a stream
+        return counts | {"sha256": self.train.fingerprint()}
 
     def continue_with(self, saved: Mapping[str, Any]) -> None:
         now = json.loads(json.dumps(self.signature()))  # lists in place of tuples, as in `saved`
@@ -101,7 +102,7 @@ class DataWorkload(Workload, Generic[S]):
                 samples = splits[name]()
             elif before:
                 log.warning("the data has changed since the checkpoint: the run may have trained on these samples")
-        check(len(samples) > 0, "--split", name, "there are no samples in it", "--split all")
+        check(samples.length != 0, "--split", name, "there are no samples in it", "--split all")
         self.split = name
         self.use(samples, samples)
         check_same_names(saved, self.signature())
@@ -116,16 +117,19 @@ class DataWorkload(Workload, Generic[S]):
     def summary(self) -> str:
         """Return the data set and the numbers of its samples in words."""
         name = type(self.data).__name__
+        train, held_out = (num_samples(each.length or 0) for each in (self.train, self.held_out))
         if not self.split:
-            return f"{name}, {len(self.train):,} training and {len(self.held_out):,} held-out samples"
+            return f"{name}, {train} training and {held_out} held-out samples"
         path = getattr(self.data, "root", None) or getattr(self.data, "file", None)
-        return f"{name}{f' {path}' if path else ''}, {len(self.held_out):,} samples (--split {self.split})"
+        return f"{name}{f' {path}' if path else ''}, {held_out} samples (--split {self.split})"
 
     def input_shape(self) -> tuple[int, ...] | None:
         return self.train.shape
 
-    def steps_per_epoch(self, batch_size: int) -> float:
-        samples = len(self.train)
+    def steps_per_epoch(self, batch_size: int) -> float | None:
+        samples = self.train.length
+        if samples is None:
+            return None
         why = f"the data has only {samples} training samples, so a batch would contain some of them twice"
         check(batch_size <= samples, "batch_size", batch_size, why, f"use at most batch_size={samples}")
         return samples / batch_size
@@ -143,6 +147,12 @@ class DataWorkload(Workload, Generic[S]):
             return micros
         span = self.overfit_batches * plan.batch_size
         return (m._replace(start=m.start % span, stop=m.start % span + m.stop - m.start) for m in micros)
+
+    def shared_state(self) -> dict[str, Any]:
+        return self.train.state()
+
+    def load_shared_state(self, state: dict[str, Any]) -> None:
+        self.train.load_state(state)
 
     def extra_results(self, all_gather: Callable[[Any], list[Any]]) -> dict[str, Any]:
         return self.train.extra_results(all_gather) | self.held_out.extra_results(all_gather)

@@ -17,8 +17,9 @@ from runner.batching import Plan
 from runner.config import user_code
 from runner.config.errors import ABSENT, ConfigError, check, did_you_mean, errors_under
 from runner.data.base import Batch, LabeledSamples, Samples, copied
+from runner.data.fetch import UserSamples
 from runner.data.memory import ArraySamples
-from runner.data.user import DatasetSamples, UserData
+from runner.data.user import UserData
 from runner.model.user import UserModel
 from runner.storage.signature import OUTPUTS
 from runner.system.trees import Tree, map_tensors, num_rows, rows_of, tensors_of
@@ -281,7 +282,7 @@ class UserWorkload(CrossEntropyWorkload[Samples]):
 
 def _first(samples: Samples) -> Batch:
     """Return the first sample as a batch; of images in files, which are not read, zeros."""
-    if isinstance(samples, DatasetSamples):
+    if isinstance(samples, UserSamples):
         return samples.example
     if isinstance(samples, ArraySamples):
         return Batch(*rows_of((samples.inputs, samples.targets), 0, 1))

@@ -223,7 +223,7 @@ def shifted(by: int) -> Any:
 
 
 @pytest.mark.cases(
-    ({"data": (Endless(), Endless())}, "data", "no index"),
+    ({"data": Endless()}, "data", "a stream, which has no length"),
     ({"data": (NoLength(), NoLength())}, "data", "__len__"),
     ({"data": (DataLoader(TENSORS[0]), TENSORS[1])}, "data", "batches"),
     ({"data": (Dicts([1, 2]), Dicts([1]))}, "data", "(input, target)"),

@@ -40,7 +40,8 @@ from runner.commands import convert
 from runner.config.errors import ConfigError
 from runner.config.user_code import passed, using
 from runner.data.base import DataError
-from runner.data.user import Fetch, Job, UserData
+from runner.data.fetch import Fetch, Job
+from runner.data.user import UserData
 
 FILES = {"model": "changes_inputs", "data": "TENSORS"}
 CPU = ["device=cpu", "device.threads=1", "optimizer=sgd", "schedule=constant", "batch_size=12", "log_every=1"]
@@ -188,7 +189,10 @@ MISSING = pandas.array([1, None, *[2] * 58], dtype="Int64")
         (TensorDataset(X, Y, Y), ("3 arrays", "several targets")),
         (TensorDataset(X), ("1 arrays",)),
         (((X, Y), (X[:0], Y[:0])), ("there are 0 inputs and 0 targets", "held-out ones are needed")),
-        ((pair for pair in zip(X, Y, strict=True)), ("no map-style data set", "__getitem__")),
+        (
+            (pair for pair in zip(X, Y, strict=True)),
+            ("read once only", "__iter__ of a torch.utils.data.IterableDataset"),
+        ),
         (Subset(TensorDataset(X, Y, Y), range(9)), ("3 arrays",)),
         (Plain([(torch.zeros(2), 1, 2)] * 9), ("sample 0 is tuple of 3",)),
         (Plain([(MASKED[6], 1)] * 9), ("sample", "mask")),

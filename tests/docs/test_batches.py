@@ -13,7 +13,7 @@ from helpers.strange_networks import trained_with
 import runner
 from runner.commands import convert
 
-FILES = ("text_classifier", "image_and_table", "multi_task", "character_gpt", "autoencoder")
+FILES = ("text_classifier", "image_and_table", "multi_task", "character_gpt", "autoencoder", "stream")
 COMMON = ("device=cpu", "device.threads=1", "precision=64", "optimizer=sgd", "optimizer.lr=0.1", "eval_every=0")
 
 

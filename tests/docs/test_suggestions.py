@@ -55,8 +55,9 @@ def test_pip_installs_packages_that_are_extras_of_this_one():
 def test_messages_name_keys_and_options_that_exist():
     wrong = []
     known = {group: set().union(*option_keys(group).values()) for group in option_files()}
-    of_files: Any = OmegaConf.load(ROOT / "conf" / "workload" / "_user.yaml")  # of workload=FILE.py
-    known["workload"] |= {*of_files["workload"]}
+    for group in ("workload", "data"):
+        of_files: Any = OmegaConf.load(ROOT / "conf" / group / "_user.yaml")  # of workload=FILE.py
+        known[group] |= {*of_files.get(group, of_files)}
     for path, texts in {**messages(), "names of other libraries": list(NAMES)}.items():
         for group, key, value in re.findall(
             r"(?<![\w./-])([a-z_]+)((?:\.[a-z_]+)*)=([\w\[]*(?:\.py)?)", "\n".join(texts)

@@ -1,0 +1,156 @@
+"""Loads samples of data sets of the user, and makes batches of them."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.utils.data import default_collate
+
+from runner.batching import MicroBatch
+from runner.config import user_code
+from runner.config.errors import ABSENT, check, described
+from runner.data.base import Batch, DataError, Samples, shape_of
+from runner.data.forms import pair, single
+from runner.data.generators import generators_of, seed_all
+from runner.data.workers import Workers
+from runner.seeds import seeded
+from runner.system.trees import Tree, leaves_of, map_tensors, tensors_of
+
+HASHED = 16
+"""The number of samples of a data set that its fingerprint covers."""
+
+
+class Job(NamedTuple):
+    """A batch to load: the indices of its samples, and a seed for each."""
+
+    indices: list[int]
+    seeds: list[int]
+
+
+class BatchMaker:
+    """Makes batches of samples of the user: (inputs, targets) that are stacked, or collated as the user's file says.
+
+    While samples are collated, `random`, NumPy, torch and the generators of the data set draw from a seed.
+    """
+
+    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any] | None = None):
+        self.dataset, self.collate = dataset, collate
+
+    def _batch(self, samples: list[Any], numbers: Iterable[int], seed: int, generators: list[Any]) -> tuple[Tree, Tree]:
+        """Return (inputs, targets) of `samples`, which messages call by `numbers`; collating them draws from `seed`."""
+        if self.collate is not None:
+            return self._collated(samples, seed, generators)
+        name = type(self.dataset).__name__
+        for index, sample in zip(numbers, samples, strict=True):
+            pair(sample, f"sample {index}", name)
+            why = f"sample {index} has masked values, which would be replaced by what is below the mask"
+            is_masked = any(np.ma.is_masked(leaf) for _, leaf in leaves_of(sample))
+            check(not is_masked, "data", name, why, "replace them: array.filled(value)")
+        try:
+            inputs, targets = pair(default_collate(samples), "a batch", name)
+        except (RuntimeError, TypeError) as error:
+            shapes = [shape for sample in samples for shape in sorted({*_shapes(sample)})]
+            why = f"its samples cannot be stacked ({', '.join(dict.fromkeys(shapes))}): {error}"
+            remedy = "let all samples have one shape and dtype, or define collate(samples) beside the data, which pads"
+            raise DataError(name, why, remedy) from None
+        kinds = {type(leaf).__name__ for _, leaf in leaves_of((inputs, targets)) if not isinstance(leaf, torch.Tensor)}
+        why = f"its inputs or targets are {' and '.join(sorted(kinds))}"
+        check(not kinds, "data", name, why, "return tensors, arrays or numbers, or define collate(samples)")
+        return map_tensors(single, inputs), targets
+
+    def _collated(self, samples: list[Any], seed: int, generators: list[Any]) -> tuple[Tree, Tree]:
+        seed_generators(seed, generators)
+        assert self.collate is not None
+        try:
+            batch = self.collate(samples)
+        except Exception as error:
+            remedy = f"correct collate{user_code.place(self.collate)}; log.txt has the traceback"
+            raise DataError("collate", described(error), remedy) from error
+        inputs, targets = pair(batch, "what collate returns", type(self.dataset).__name__)
+        why = f"it returns no tensors{user_code.place(self.collate)}"
+        check(bool(tensors_of(inputs)), "collate", ABSENT, why, "return tensors, of all samples in the list")
+        return map_tensors(single, inputs), targets
+
+
+class Fetch(BatchMaker):
+    """Loads batches of a map-style data set.
+
+    While a sample is loaded, `random`, NumPy, torch and the generators of the data set draw from its seed; while
+    samples are collated, from that of the first.
+    """
+
+    def __call__(self, job: Job) -> tuple[Tree, Tree]:
+        with seeded(0):
+            generators = generators_of(self.dataset)  # now, as the data set may have made some since the last batch
+            pairs = zip(job.indices, job.seeds, strict=True)
+            samples = [self._sample(index, seed, generators) for index, seed in pairs]
+            return self._batch(samples, job.indices, job.seeds[0], generators)
+
+    def some(self) -> tuple[Tree, Tree]:
+        """Return a few samples from the whole data set."""
+        count = len(self.dataset)
+        indices = [*range(0, count, -(-count // HASHED))]
+        return self(Job(indices, indices))
+
+    def _sample(self, index: int, seed: int, generators: list[Any]) -> Any:
+        seed_generators(seed, generators)
+        try:
+            return item(self.dataset, index)
+        except Exception as error:
+            remedy = "correct its __getitem__; log.txt has the traceback"
+            raise DataError(f"sample {index} of {type(self.dataset).__name__}", described(error), remedy) from error
+
+
+def seed_generators(seed: int, generators: list[Any]) -> None:
+    """Let `random`, NumPy and torch on the CPU draw from `seed`, and each of `generators` from one derived from it."""
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+    seed_all(generators, seed)
+
+
+def _shapes(sample: Any) -> Iterator[str]:
+    for name, leaf in leaves_of(sample):
+        yield f"{name} {list(leaf.shape) if hasattr(leaf, 'shape') else type(leaf).__name__}"
+
+
+def item(dataset: Any, index: int) -> Any:
+    """Return a sample as a `DataLoader` does, by `__getitems__` if there is one."""
+    if not callable(several := getattr(dataset, "__getitems__", None)):
+        return dataset[index]
+    samples: Any = several([index])
+    [sample] = samples
+    return sample
+
+
+class UserSamples(Samples):
+    """Samples that `workers` load: `example` is a batch of the first one, and `content` the fingerprint."""
+
+    def __init__(self, workers: Workers, content: str, example: Batch):
+        self._workers, self._content, self.example = workers, content, example
+        self.num_workers, self.shape = workers.count, shape_of(example.inputs)
+
+    def fake_batches(self, micros: Iterable[MicroBatch], device: torch.device) -> Iterator[Batch]:
+        for micro in micros:
+            n = micro.stop - micro.start
+            yield map_tensors(lambda each: each.new_zeros(n, *each.shape[1:]).to(device), self.example)  # noqa: B023
+
+    def fingerprint(self) -> str:
+        return self._content
+
+    def close(self) -> None:
+        self._workers.close()
+
+
+def sha256(tree: Tree) -> str:
+    """Return a hash of all tensors in a tree."""
+    digest = hashlib.sha256()
+    for tensor in tensors_of(tree):
+        digest.update(f"{tensor.dtype} {tuple(tensor.shape)} ".encode())
+        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
