@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -15,9 +16,11 @@ from runner.config.limits import Fraction, Range
 from runner.config.name_patterns import matching, names_to_match
 from runner.config.options import option_contents
 from runner.config.schema import checked_values, load_class, option_fields, typed_values
-from runner.models.blocks import block_indices, blocks_of
+from runner.models.depth import Layers, layers_of
 from runner.schedule import Schedule, of_option
 from runner.torch_optimizer import arguments_of, can_fuse, check_accepted, joined, of_torch, schema_of
+
+log = logging.getLogger(__name__)
 
 RATE = Range(above=0, most=1000)  # a larger value is a typo: with it, every optimizer here diverges within a few steps
 DECAY = Range(least=0, most=1000)
@@ -167,7 +170,7 @@ class Optimizer(ABC):
         """Return the groups of the trainable parameters of the whole model, first that of the base learning rate.
 
         Raises `ConfigError` if a pattern matches no trainable parameter, or only parameters of an earlier pattern, if
-        torch refuses the options of a group, or if `layer_decay` is below 1 and the network lists no blocks.
+        torch refuses the options of a group, or if `layer_decay` is below 1 and the network has no layers in an order.
         """
         parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         has_any = next(model.parameters(), None) is not None
@@ -175,17 +178,20 @@ class Optimizer(ABC):
         remedy = "leave some trainable: requires_grad, model.unfreeze=[…]" if has_any else "give a network with some"
         check(bool(parameters), "model", type(model).__name__, why, remedy)
         pattern_of = self._patterns(model, parameters)
-        blocks, block_of = [name for name, _ in blocks_of(model)], block_indices(model)
-        why = f"{type(model).__name__} has no blocks() from which the depth of a parameter could be told"
-        remedy = "'optimizer.groups={PATTERN: {lr: 0.01}}'"
-        check(bool(blocks) or self.layer_decay == 1, "optimizer.layer_decay", self.layer_decay, why, remedy)
+        layers = layers_of(model) if self.layer_decay < 1 else Layers([], {})
+        remedy = "a method blocks(), or 'optimizer.groups={PATTERN: {lr: 0.01}}'"
+        check(not layers.why, "optimizer.layer_decay", self.layer_decay, layers.why, remedy)
+        last = len(layers.names) - 1
+        if last > 0:
+            text = "optimizer.layer_decay: %d layers, from %s (optimizer.lr × %.3g) to %s"
+            log.info(text, last + 1, layers.names[0], self.layer_decay**last, layers.names[last])
         parts = {"": self} | {pattern: self.of_group(pattern) for pattern in self.groups or ()}
         groups: dict[str, ParameterGroup] = {}
         for name, parameter in [("", torch.empty(1, 1)), *parameters.items()]:
             pattern = pattern_of.get(name, "")
             part, given = parts[pattern], (self.groups or {}).get(pattern, {})
             has_rate = bool({"lr", "optimizer"} & {*given})
-            above = len(blocks) - 1 - block_of[name] if self.layer_decay < 1 and name and not has_rate else 0
+            above = last - layers.index_of[name] if layers.names and name and not has_rate else 0
             kind = part.kind_of(parameter)
             options = part.arguments(kind)
             options["lr"] *= self.layer_decay**above
@@ -193,7 +199,7 @@ class Optimizer(ABC):
                 options |= {"weight_decay": 0.0} if "weight_decay" in options else {}
             schedule = pattern if "schedule" in given else ""
             names = [pattern] if has_rate or schedule else []
-            label = "/".join([*names, blocks[block_of[name]]] if above else names)
+            label = "/".join([*names, layers.names[last - above]] if above else names)
             key = repr((label, kind, part.fuses, options))
             if key not in groups:
                 check_accepted(kind, options, f"optimizer.groups.{pattern}" if pattern else "optimizer.options")

@@ -7,6 +7,8 @@ import torch
 from helpers.extras import require
 from helpers.zoo import CLASSES, LIMIT, MODES, Plain, check_mode
 
+from runner.optimizer import SGD
+
 SIZE = 64
 
 NETWORKS = """
@@ -56,3 +58,15 @@ def test_frozen_batch_normalization_of_timm_keeps_its_activation(name, head, ran
     for parameter_name, parameter in plain.network.named_parameters():
         parameter.requires_grad_(parameter_name.startswith(f"{head}."))
     check_mode(plain, "single", ranks, tmp_path, frozen=True)
+
+
+@pytest.mark.parametrize("name", ["resnet18", "convnext_nano", "mobileone_s0", "eva02_tiny_patch14_224"])
+def test_learning_rates_by_layer_are_those_of_timm(name):
+    timm = require("timm")
+    from timm.optim import param_groups_layer_decay
+
+    model = timm.create_model(name)
+    theirs = {p: g["lr_scale"] for g in param_groups_layer_decay(model, layer_decay=0.75) for p in g["params"]}
+    ours = {p: g["lr"] for g in SGD(lr=1.0, layer_decay=0.75).build(model).param_groups for p in g["params"]}
+    for parameter_name, parameter in model.named_parameters():
+        assert ours[parameter] == pytest.approx(theirs[parameter]), parameter_name
