@@ -182,10 +182,18 @@ class SampleOrder:
         num_samples: number of samples per epoch.
         seed: the seed for the permutations.
         device: device of the indices, to which the permutation, always drawn on the CPU, is copied once per epoch.
+        weights: if given, the indices of an epoch are drawn with these weights, float64 [num_samples], with
+            replacement, as by `torch.utils.data.WeightedRandomSampler`, in place of a permutation.
     """
 
-    def __init__(self, num_samples: int, seed: int, device: torch.device | str = "cpu"):
-        self.num_samples, self.seed, self.device = num_samples, seed, torch.device(device)
+    def __init__(
+        self,
+        num_samples: int,
+        seed: int,
+        device: torch.device | str = "cpu",
+        weights: torch.Tensor | None = None,
+    ):
+        self.num_samples, self.seed, self.device, self.weights = num_samples, seed, torch.device(device), weights
         self._permutations: dict[int, torch.Tensor] = {}
 
     def indices(self, start: int, stop: int) -> torch.Tensor:
@@ -201,16 +209,26 @@ class SampleOrder:
         """Return the epoch, counted from 0, of each position in [start, stop): int64 [stop − start], on the device."""
         return torch.arange(start, stop, device=self.device) // self.num_samples
 
+    def draws(self, start: int, stop: int, indices: torch.Tensor) -> torch.Tensor:
+        """Return what tells the positions [start, stop) of an epoch apart: their `indices`, if each comes once."""
+        if self.weights is None:
+            return indices
+        return torch.arange(start, stop, device=self.device) % self.num_samples
+
     def with_seeds(self, micros: Iterable[MicroBatch]) -> Iterator[tuple[list[int], list[int]]]:
         """Yield, for each of `micros`, the sample indices and the seeds from which their augmentation draws."""
         for micro in micros:
             indices, epochs = self.indices(micro.start, micro.stop), self.epochs(micro.start, micro.stop)
-            yield indices.tolist(), sample_seeds(self.seed, epochs, indices)
+            draws = self.draws(micro.start, micro.stop, indices)
+            yield indices.tolist(), sample_seeds(self.seed, epochs, draws)
 
     def _permutation(self, epoch: int) -> torch.Tensor:
         if epoch not in self._permutations:
             generator = torch.Generator().manual_seed(derive(self.seed, "order", epoch))
-            permutation = torch.randperm(self.num_samples, generator=generator)
+            if self.weights is None:
+                permutation = torch.randperm(self.num_samples, generator=generator)
+            else:
+                permutation = torch.multinomial(self.weights, self.num_samples, True, generator=generator)
             if has_streams(self.device):  # pinned, so that the copy does not block the host
                 permutation = permutation.pin_memory().to(self.device, non_blocking=True)
             # The previous epoch is kept too, because a batch may span two epochs.

@@ -13,7 +13,7 @@ import torch
 
 from runner.batching import MicroBatch
 from runner.config.limits import Fraction
-from runner.data.base import Batch, Data, LabeledSamples
+from runner.data.base import Batch, Data, LabeledSamples, Sampler
 from runner.seeds import derive
 
 Transform = Callable[["torch.Tensor"], "torch.Tensor"]
@@ -30,6 +30,7 @@ class Augmented(Data):
 
     auto_augment: Literal["none", "randaugment", "trivialaugment"] = field(default="none", kw_only=True)
     random_erase: Fraction = field(default=0.0, kw_only=True)
+    sampler: Sampler = field(default="uniform", kw_only=True)
 
     def transform(self, mean: Sequence[float]) -> Transform | None:
         """Return the transform, torchvision's, if any; `mean`, of each channel in [0, 1], is the color of erasing."""

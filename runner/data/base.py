@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 
 from runner.batching import MicroBatch
-from runner.config.errors import ConfigError
+from runner.config.errors import ConfigError, check
 from runner.system.trees import Tree, map_tensors
 
 
@@ -43,6 +43,9 @@ class Samples(ABC):
 
     num_workers: int = 0
     """Number of worker processes that load training batches, in each process of the run."""
+
+    weights: torch.Tensor | None = None
+    """The weights with which training samples are drawn (see `SampleOrder`); None if each comes once an epoch."""
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -86,6 +89,12 @@ class Samples(ABC):
     def fingerprint(self) -> str:
         """Return a SHA-256 of the whole data set, training and held-out samples; empty if its options determine it."""
         return ""
+
+    def labels(self) -> torch.Tensor:
+        """Return the class index of every sample, int64 [n] on the CPU; raises `ConfigError` if there is none."""
+        why = "no class of each sample is known without reading all of them"
+        remedy = "pass arrays with a class index for each sample, or let the data set have them as a list, `targets`"
+        raise ConfigError("sampler", "weighted", why, remedy)
 
     def joined(self, other: Samples) -> Samples:
         """Return the samples of both, for an evaluation; raises `ConfigError` if they cannot be joined."""
@@ -160,6 +169,24 @@ def shard_bounds(length: int, shard: tuple[int, int]) -> tuple[int, int]:
     """Return (start, stop), the sample indices of the shard (index, number of shards); sizes differ by at most one."""
     index, count = shard
     return length * index // count, length * (index + 1) // count
+
+
+Sampler = Literal["uniform", "weighted"]
+"""How training samples are drawn: each once an epoch, or each class with the same probability."""
+
+
+def class_weights(labels: torch.Tensor) -> torch.Tensor:
+    """Return weights of samples with which each class is drawn with the same probability, float64 [n].
+
+    Raises:
+        ConfigError: if torch cannot draw with them.
+    """
+    why = f"{int(labels.min())} is the target of a sample, and no class"
+    check(int(labels.min()) >= 0, "sampler", "weighted", why, "leave out samples without a class")
+    why, most = f"torch draws from at most 2²⁴ samples, and there are {len(labels):,}", 2**24
+    check(len(labels) <= most, "sampler", "weighted", why, "workload.class_weights, or workload.balance_classes")
+    _, inverse, counts = labels.unique(return_inverse=True, return_counts=True)
+    return counts.double().reciprocal()[inverse]
 
 
 @dataclass

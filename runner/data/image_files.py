@@ -100,7 +100,7 @@ class FileSamples(LabeledSamples):
         return len(self.paths)
 
     def batches(self, micros: Iterable[MicroBatch], seed: int, device: torch.device) -> Iterator[Batch]:
-        jobs = (self._job(*each) for each in SampleOrder(len(self), seed).with_seeds(micros))
+        jobs = (self._job(*each) for each in SampleOrder(len(self), seed, weights=self.weights).with_seeds(micros))
         if self.pin_memory and not has_streams(device):  # here, as there may be many evaluations
             log.warning("data.pin_memory=true has no effect on device type %s", device.type)
 

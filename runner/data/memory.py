@@ -43,12 +43,13 @@ class ArraySamples(Samples):
 
     def batches(self, micros: Iterable[MicroBatch], seed: int, device: torch.device) -> Iterator[Batch]:
         self._move(device)
-        order = SampleOrder(len(self), seed, device)
+        order = SampleOrder(len(self), seed, device, self.weights)
         for micro in micros:
             indices = order.indices(micro.start, micro.stop)
             take = partial(torch.Tensor.index_select, dim=0, index=indices)
             inputs, targets = map_tensors(take, self._parts())
-            inputs = self._augmented(self._normalized(inputs), order, micro, indices)  # the first ones take memory
+            draws = order.draws(micro.start, micro.stop, indices)
+            inputs = self._augmented(self._normalized(inputs), order, micro, draws)  # the first ones take memory
             yield Batch(inputs, targets)
 
     def in_order(self, batch_size: int, shard: tuple[int, int], device: torch.device) -> Iterator[Batch]:
@@ -61,6 +62,11 @@ class ArraySamples(Samples):
 
     def fingerprint(self) -> str:
         return self.content
+
+    def labels(self) -> torch.Tensor:
+        targets = self.targets
+        is_class = isinstance(targets, torch.Tensor) and targets.dim() == 1 and not targets.is_floating_point()
+        return targets.cpu().long() if is_class else super().labels()
 
     def joined(self, other: Samples) -> Samples:
         if type(other) is not type(self):
@@ -81,7 +87,7 @@ class ArraySamples(Samples):
     def _normalized(self, inputs: Tree) -> Tree:
         return inputs
 
-    def _augmented(self, inputs: Tree, order: SampleOrder, micro: MicroBatch, indices: torch.Tensor) -> Tree:
+    def _augmented(self, inputs: Tree, order: SampleOrder, micro: MicroBatch, draws: torch.Tensor) -> Tree:
         return inputs
 
 
@@ -108,15 +114,15 @@ class TensorSamples(ArraySamples, LabeledSamples):
         self.num_classes = len(self.class_names)
 
     def _augmented(
-        self, inputs: torch.Tensor, order: SampleOrder, micro: MicroBatch, indices: torch.Tensor
+        self, inputs: torch.Tensor, order: SampleOrder, micro: MicroBatch, draws: torch.Tensor
     ) -> torch.Tensor:
         if not (self.flip or self.crop or self.augment):
             return inputs
         seed, epochs = order.seed, order.epochs(micro.start, micro.stop)
         if self.flip or self.crop:
-            inputs = _shift_and_flip(inputs, uniforms(seed, epochs, indices, 3), self.crop, self.flip, self._black)
+            inputs = _shift_and_flip(inputs, uniforms(seed, epochs, draws, 3), self.crop, self.flip, self._black)
         if self.augment:
-            pixels, seeds = _pixels(inputs, self._mean, self._std), sample_seeds(seed, epochs, indices)
+            pixels, seeds = _pixels(inputs, self._mean, self._std), sample_seeds(seed, epochs, draws)
             with torch.random.fork_rng(devices=[]):
                 for image, sample_seed in zip(pixels, seeds, strict=True):
                     torch.default_generator.manual_seed(sample_seed)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, ClassVar
 
+import numpy as np
 import torch
 from torch.utils.data import Dataset, IterableDataset, Subset
 
@@ -15,7 +16,7 @@ from runner.batching import MicroBatch, SampleOrder
 from runner.config import user_code
 from runner.config.errors import ABSENT, check
 from runner.config.limits import PositiveInt, Range
-from runner.data.base import Batch, Data, Samples, shard_bounds
+from runner.data.base import Batch, Data, Sampler, Samples, shard_bounds
 from runner.data.fetch import Fetch, Job, UserSamples, item, sha256
 from runner.data.forms import Arrays, class_names, data_set, is_pair, with_columns_of
 from runner.data.generators import generators_of
@@ -43,6 +44,7 @@ class UserData(Data):
     prefetch: Annotated[int, Range(least=1, most=64)] = 2
     timeout: Annotated[float, Range(least=1, most=86400)] = 120
     eval_samples: PositiveInt | None = None
+    sampler: Sampler = "uniform"
 
     may_change_on_resume: ClassVar[tuple[str, ...]] = ("workers", "prefetch", "timeout", "eval_samples")
 
@@ -165,12 +167,22 @@ class DatasetSamples(UserSamples):
         return len(self.fetch.dataset)
 
     def batches(self, micros: Iterable[MicroBatch], seed: int, device: torch.device) -> Iterator[Batch]:
-        return self._read((Job(*each) for each in SampleOrder(len(self), seed).with_seeds(micros)), device)
+        order = SampleOrder(len(self), seed, weights=self.weights)
+        return self._read((Job(*each) for each in order.with_seeds(micros)), device)
 
     def in_order(self, batch_size: int, shard: tuple[int, int], device: torch.device) -> Iterator[Batch]:
         start, stop = shard_bounds(len(self), shard)
         ranges = [range(first, min(first + batch_size, stop)) for first in range(start, stop, batch_size)]
         return self._read((Job([*rows], [*rows]) for rows in ranges), device)
+
+    def labels(self) -> torch.Tensor:
+        dataset, rows = self.fetch.dataset, torch.arange(len(self))
+        while type(dataset) is Subset:
+            dataset, rows = dataset.dataset, torch.as_tensor(dataset.indices)[rows]
+        targets = dataset.targets if isinstance(dataset, Arrays) else getattr(dataset, "targets", None)
+        labels = torch.as_tensor(targets) if isinstance(targets, list | np.ndarray | torch.Tensor) else torch.empty(0)
+        is_class = labels.dim() == 1 and len(labels) > int(rows.max()) and not labels.is_floating_point()
+        return labels[rows].long() if is_class else super().labels()
 
     def joined(self, other: Samples) -> Samples:
         assert isinstance(other, DatasetSamples)

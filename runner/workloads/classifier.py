@@ -62,6 +62,9 @@ class Classifier(CrossEntropyWorkload[LabeledSamples]):
         why = f"all predictions are right among the {count} classes of this data"
         check(not self.top5 or count > 5, "workload.top5", True, why, "workload.top5=false")
         self.check_num_classes(count, ", or set workload.balance_classes=true")
+        why, remedy = "data.sampler=weighted draws all classes equally often", "leave one of the two out"
+        is_twice = self.balance_classes and self.train.weights is not None
+        check(not is_twice, "workload.balance_classes", True, why, remedy)
         if self.balance_classes:
             counts = torch.bincount(self.train.labels(), minlength=count)
             self._weights = counts.sum() / (count * counts.double().clamp(min=1))

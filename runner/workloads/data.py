@@ -14,7 +14,7 @@ import torch
 from runner.batching import MicroBatch, Plan
 from runner.config.errors import check, errors_under
 from runner.config.limits import NonNegativeInt, PositiveInt
-from runner.data.base import Batch, Data, Samples
+from runner.data.base import Batch, Data, Samples, class_weights
 from runner.model.base import Model
 from runner.storage.signature import check_same_names, check_same_samples, num_samples
 from runner.system.trees import Tree, map_leaves, map_tensors
@@ -66,6 +66,9 @@ class DataWorkload(Workload, Generic[S]):
     def use(self, train: Samples, held_out: Samples) -> None:
         """Train on `train`, and evaluate on `held_out`; raises `ConfigError` if an option does not suit them."""
         self.train, self.held_out = self.usable(train), self.usable(held_out)
+        if getattr(self.data, "sampler", "") == "weighted" and not self.split:
+            with errors_under("data"):
+                self.train.weights = class_weights(self.train.labels())
         num_dims, shape = self.model.num_dims, self.train.shape
         if num_dims is not None and not (isinstance(shape, tuple) and len(shape) == num_dims):
             shape = list(shape) if isinstance(shape, tuple) else shape
