@@ -232,9 +232,12 @@ def build_run(config: Mapping[str, Any]) -> Run:
     nodes |= {group: getattr(run.workload, group) for group in needed}
     run.config = plain_options(run, config)
     run.config |= {group: plain_options(component, config[group]) for group, component in nodes.items()}
-    for part, group in {"model": "model", "data": "data", "loss": "workload", "metrics": "workload"}.items():
+    modules = {"model": ".user", "data": ".user", "loss": ".user", "metrics": ".user"}
+    modules |= dict.fromkeys(user_code.STEPS, ".user_steps")
+    for part, module in modules.items():
+        group = part if part in ("model", "data") else "workload"
         chosen, why = str((config.get(group) or {}).get("_target_")), f"the config chooses another {group}"
-        used = part not in run.code or chosen.rpartition(".")[0].endswith(".user")
+        used = part not in run.code or chosen.rpartition(".")[0].endswith(module)
         check(used, part, chosen, f"code is given that would not be used: {why}", f"leave out {group}=…, or the code")
     return run
 

@@ -45,7 +45,8 @@ def train(config: Config | Sequence[str] = (), **code: Any) -> Result:
             makes one; `data`, training and held-out samples (see `UserData`); `collate`, a function that makes a batch
             of a list of samples; `loss`, a function of (outputs, targets) that returns their mean, or (sum, count), or
             a dict of these; `metrics`, a dict from names to functions of (outputs, targets) or objects of
-            torchmetrics; `schedule`, a function of (step, num_steps) that returns the factor of the learning rate (see
+            torchmetrics; or in place of both `training_step` or `phases`, and `evaluation_step`, functions of (model,
+            batch); `schedule`, a function of (step, num_steps) that returns the factor of the learning rate (see
             `runner.schedule`); and the hooks `after_step`, `after_evaluation` and `before_save` (see `Hooks`).
             A run does not save them: pass them again to resume it, as in `train(["resume=DIRECTORY"], model=Net)`.
 

@@ -42,7 +42,7 @@ from runner.storage.state_dict import header, renamed, with_versions
 from runner.system.console import DONE
 from runner.system.import_path import is_installed
 from runner.system.trees import Tree, call, map_tensors, num_rows, tensors_of
-from runner.workloads.data import DataWorkload
+from runner.workloads.samples import SampleWorkload
 
 _WEIGHTS = (".safetensors", ".pt", ".pth")
 _MAX_REASON = 1000  # characters of what an exporter says
@@ -150,7 +150,7 @@ def _export_program(run: SavedRun, step: int, path: Path, overrides: Sequence[st
     else:
         workload = saved.workload
         why, remedy = "its checkpoint does not say what the inputs are", "name a run of supervised learning"
-        if not isinstance(workload, DataWorkload):
+        if not isinstance(workload, SampleWorkload):
             raise ConfigError("SOURCE", str(run.directory), why, remedy)
         workload.prepare()
         batches = [next(workload.train.in_order(count, (0, 1), torch.device("cpu"))).inputs for count in (3, 1)]

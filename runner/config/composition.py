@@ -145,7 +145,7 @@ class Composer:
                 task: Any = OmegaConf.to_container(config.hydra.overrides.task, resolve=False)
                 config.hydra.overrides.task = [*typed, *(word for word in task if word not in {*words} - {*overrides})]
         raw: Any = OmegaConf.to_container(OmegaConf.masked_copy(config, ["name"]), resolve=False)
-        if raw["name"] == _NAME and config.hydra.runtime.choices.get("workload") == "_user":
+        if raw["name"] == _NAME and config.hydra.runtime.choices.get("workload") in ("_user", "_steps"):
             OmegaConf.update(config, "name", user_code.run_name(config.code))
         typed = set(map(override_key, words))
         if typed & _LENGTHS and "steps" not in typed:

@@ -72,13 +72,15 @@ PARTS = {
     "loss": "criterion loss_fn loss_func loss_function compute_loss objective",
     "metrics": "metric eval_metrics compute_metrics",
     "schedule": "lr_lambda",
+    "training_step": "train_step",
+    "evaluation_step": "validation_step eval_step test_step",
 }
 """For each part of a user's code: what it is named elsewhere."""
 _WITHOUT = {
     "optimizer optimizers": "type optimizer=adamw, for example, optimizer.lr=… and what --help lists of it",
     "sampler batch_sampler train_sampler": "the order follows from seed: repeat samples of the data, or leave some out",
     "callback callbacks": "hooks are after_step(state), after_evaluation(state, metrics) and before_save(state)",
-    "training_step validation_step configure_optimizers": "write loss(outputs, targets), and type optimizer=…",
+    "configure_optimizers": "type optimizer=…, schedule=… and what --help lists of them",
 }
 """For names of what is no part of a user's code: what to do instead."""
 

@@ -14,7 +14,9 @@ from runner.config.other_names import of_code
 log = logging.getLogger(__name__)
 
 
-def check_names(path: str, source: bytes, values: Mapping[str, Any], missing: Collection[str]) -> None:
+def check_names(
+    path: str, source: bytes, values: Mapping[str, Any], missing: Collection[str], others: Mapping[str, str] = {}
+) -> None:
     """Refuse names in a file that nothing in it uses, and by which the config or another part is called elsewhere.
 
     Examples are `metric` for `metrics`, `after_epoch`, and an `optimizer`. Helpers, imports and names that begin with
@@ -23,12 +25,16 @@ def check_names(path: str, source: bytes, values: Mapping[str, Any], missing: Co
     Args:
         path, source, values: the file, its content, and what it has defined, by name.
         missing: the parts of a workload that it does not define and that are not given otherwise.
+        others: the parts that this workload does not take, and what it takes instead.
 
     Raises:
         ConfigError: if there is such a name; it says what to write or type instead.
     """
     for name, line in _unused(ast.parse(source)):
         value = values.get(name)
+        if name in others and name in values:
+            why = f"{name} (line {line}) is not used beside {others[name] or 'a loss'}"
+            raise ConfigError("workload", shown(path), why, f"leave one of the two out, or rename it _{name}")
         remedy = of_code(name, missing, callable(value)) if name in values else ""
         is_constant = value is None or isinstance(value, int | float | str) or type(value).__name__ == "device"
         if remedy and not is_constant:
@@ -39,6 +45,16 @@ def check_names(path: str, source: bytes, values: Mapping[str, Any], missing: Co
             remedy = f"name it {last} if it is meant"
         if remedy:
             log.warning("%s:%d: %s has no effect, as nothing uses it: %s", shown(path), line, name, remedy)
+
+
+def names_defined(source: bytes) -> set[str]:
+    """Return the names that a file defines or imports at its top level; none if it cannot be parsed."""
+    try:
+        body = ast.parse(source).body
+    except (SyntaxError, ValueError):  # which an execution reports
+        return set()
+    imported = (each for each in body if isinstance(each, ast.Import | ast.ImportFrom))
+    return {name for name, _ in _defined(body)} | {a.asname or a.name for each in imported for a in each.names}
 
 
 def _unused(module: ast.Module) -> Iterator[tuple[str, int]]:

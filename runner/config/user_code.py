@@ -14,7 +14,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,9 +22,10 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from runner.config.errors import ABSENT, ConfigError, check, described, did_you_mean, shown
+from runner.config.hooks import Hooks, watched
 from runner.config.other_names import of_code
 from runner.config.overrides import hydra_quoted, override_key, override_value
-from runner.config.unused_names import check_names
+from runner.config.unused_names import check_names, names_defined
 from runner.system.import_path import import_also
 from runner.system.signals import is_of_signal
 
@@ -33,20 +34,10 @@ _FILE = re.compile(r"([^:,]+\.py)(?::(\w+))?")
 _GROUPS = ("model", "data", "env", "schedule", "workload")
 
 
-class Hooks(NamedTuple):
-    """Functions of the user that the training loop calls on every rank; by default, they do nothing.
+STEPS = ("training_step", "evaluation_step", "phases")
+"""The parts that say what a training step and an evaluation are, in place of a loss and metrics."""
 
-    `after_step(state)` is called after each optimizer step, `after_evaluation(state, metrics)` with the metrics by tag,
-    and `before_save(state)` before each checkpoint. `state` is the `State` of the run: its methods `log`, `stop` and
-    `save_soon`, and its attributes `step`, `model`, `optimizer` and `metrics`, are made for them.
-    """
-
-    after_step: Callable[[Any], object] = lambda state: None
-    after_evaluation: Callable[[Any, Mapping[str, float]], object] = lambda state, metrics: None
-    before_save: Callable[[Any], object] = lambda state: None
-
-
-PARTS = ("model", "data", "collate", "loss", "metrics", "schedule", *Hooks._fields)
+PARTS = ("model", "data", "collate", "loss", "metrics", *STEPS, "schedule", *Hooks._fields)
 """What a user may give: the arguments of `runner.train`, and names in a file."""
 
 
@@ -91,8 +82,8 @@ class UserCode:
         is_new = override_value(overrides, "resume") in (None, "auto", "never")
         names = {part: name for part, name in self.names().items() if part in self.objects}
         groups = [part for part in ("model", "data", "schedule") if part in names]
-        groups += ["workload"] if {"data", "loss", "metrics"} & {*names} else []
-        chosen = [f"{group}=_user" for group in groups] if is_new else []
+        groups += ["workload"] if {"data", "loss", "metrics", *STEPS} & {*names} else []
+        chosen = [f"{group}={_option(group, {*names})}" for group in groups] if is_new else []
         return [*chosen, *(f"++code.{part}={hydra_quoted(name)}" for part, name in names.items()), *overrides]
 
 
@@ -156,7 +147,8 @@ def typed_files(overrides: Iterable[str]) -> dict[str, File]:
 
 def is_generated(override: str) -> bool:
     """Return whether an override was not typed, but stands for code that is given."""
-    return override.startswith("++code.") or override in [f"{group}=_user" for group in _GROUPS]
+    group, _, option = override.partition("=")
+    return override.startswith("++code.") or (group in _GROUPS and option in ("_user", "_steps"))
 
 
 def is_file(override: str) -> bool:
@@ -177,11 +169,16 @@ def expanded(overrides: Iterable[str], is_new: bool) -> Iterator[str]:
         for group, file in files.items():
             yield f"++code.{group}={hydra_quoted(file.typed)}"
             if is_new:
-                yield f"{group}=_user"
+                yield f"{group}={_option(group, names_defined(Path(file.path).read_bytes()))}"
                 if group == "data" and "workload" not in chosen:
                     yield "workload=_user"
         if not files:
             yield word
+
+
+def _option(group: str, names: Collection[str]) -> str:
+    """Return the option of a config group for code of the user, which defines `names`."""
+    return "_steps" if group == "workload" and {"training_step", "phases"} & {*names} else "_user"
 
 
 def chosen_by_file(group: str, name: str) -> ConfigError:
@@ -233,12 +230,23 @@ def find(part: str) -> Any:
     return getattr(module, name, None)
 
 
-def check_unused(groups: Iterable[str]) -> None:
-    """Refuse misspelt names in the file of the workload, of which the config groups in `groups` take their part."""
+def has_steps() -> bool:
+    """Return whether the user's code says what a training step is."""
+    return find("training_step") is not None or find("phases") is not None
+
+
+def check_unused(groups: Iterable[str], parts: Collection[str]) -> None:
+    """Refuse names in the file of the workload that are misspelt, or of parts that it does not take.
+
+    The config groups in `groups` take their part of the file, and the workload the `parts`.
+    """
+    others = [part for part in ("loss", "metrics", *STEPS) if part not in parts]
+    taken = [name for name in parts if find(name) is not None]
     if (file := _given.files.get("workload")) is not None:
         values = vars(executed(file.path))
         given = {*values, *_given.objects, *_given.files, *(set(_GROUPS) - set(groups))}
-        check_names(file.path, values["__source__"], values, [part for part in PARTS if part not in given])
+        missing = [part for part in PARTS if part not in given and part not in others]
+        check_names(file.path, values["__source__"], values, missing, dict.fromkeys(others, ", ".join(taken)))
 
 
 def executed(path: str) -> ModuleType:
@@ -296,7 +304,7 @@ def hooks() -> Hooks:
     found = {}
     for name, default in Hooks._field_defaults.items():
         if (hook := function_of(name, [*inspect.signature(default).parameters], "…")) is not None:
-            found[name] = _watched(name, hook)
+            found[name] = watched(name, hook)
     return Hooks(**found)
 
 
@@ -314,42 +322,6 @@ def function_of(name: str, arguments: Sequence[str], body: str) -> Callable[...,
         why, remedy = "it is not a function of these arguments", f"def {name}({', '.join(arguments)}): {body}"
         raise ConfigError(name, _name(function), why, remedy) from None
     return function
-
-
-def _watched(name: str, hook: Callable[..., object]) -> Callable[..., object]:
-    """Return `hook`, with a warning once it sets a learning rate, which the next step would undo in silence.
-
-    A `ConfigError` is raised if it changes which parameters are trained, which neither optimizers nor modes follow.
-    """
-    warn = functools.cache(log.warning)  # once
-
-    def rates(state: Any) -> list[Any]:  # of tensors, what tells a change without waiting for the device
-        found = [group["lr"] for group in state.optimizer.param_groups]
-        return [(id(rate), rate._version) if hasattr(rate, "_version") else rate for rate in found]
-
-    def names(model: Any) -> set[str]:
-        return {key for key, parameter in model.named_parameters() if parameter.requires_grad}
-
-    modules, at_first = functools.cache(lambda model: [*model.modules()]), functools.cache(names)
-
-    def trained(model: Any) -> list[Any]:  # without names, which take longer to find than a small step
-        found = [p is not None and p.requires_grad for each in modules(model) for p in each._parameters.values()]
-        return found + [id(child) for each in modules(model) for child in each._modules.values()]
-
-    def watched(state: Any, *more: Any) -> None:
-        at_first(state.model)
-        before, trained_before = rates(state), trained(state.model)
-        hook(state, *more)
-        if trained(state.model) != trained_before:
-            modules.cache_clear()  # some may have been replaced
-            if changed := sorted(at_first(state.model) ^ names(state.model)):
-                why = f"it changes requires_grad ({changed[0]}), but what is trained is decided before the first step"
-                remedy = "model.freeze=[…] in a first run, and model.weights=FILE, a checkpoint of it, in a second one"
-                raise ConfigError(name, ABSENT, why, remedy)
-        if rates(state) != before:
-            warn("%s has set the learning rate: no effect, use optimizer.lr=… and schedule=…, which set it", name)
-
-    return watched
 
 
 def run_name(code: Mapping[str, str]) -> str:

@@ -24,6 +24,18 @@ class Batch(NamedTuple):
     """[n, …], as the loss takes them: class indices int64 [n], or probabilities or values float32 [n, m]; or a tree."""
 
 
+class Collated(NamedTuple):
+    """A micro-batch of samples that are not divided into inputs and targets, for a user's step.
+
+    Args:
+        batch: the samples in the form in which `collate` returns them.
+        num_samples: their number.
+    """
+
+    batch: Tree
+    num_samples: int
+
+
 class DataError(Exception):
     """Raised when samples cannot be read during a run: `what` failed, `why`, and what the user can do about it."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,7 +14,7 @@ from torch.utils.data import default_collate
 from runner.batching import MicroBatch
 from runner.config import user_code
 from runner.config.errors import ABSENT, check, described
-from runner.data.base import Batch, DataError, Samples, shape_of
+from runner.data.base import Batch, Collated, DataError, Samples, shape_of
 from runner.data.forms import pair, single
 from runner.data.generators import generators_of, seed_all
 from runner.data.workers import Workers
@@ -33,37 +33,42 @@ class Job(NamedTuple):
 
 
 class BatchMaker:
-    """Makes batches of samples of the user: (inputs, targets) that are stacked, or collated as the user's file says.
+    """Makes batches of samples of the user: stacked, or collated as the user's file says.
 
+    A batch is (inputs, targets) if it `is_divided`; otherwise, it has the structure of the samples, with their number.
     While samples are collated, `random`, NumPy, torch and the generators of the data set draw from a seed.
     """
 
-    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any] | None = None):
-        self.dataset, self.collate = dataset, collate
+    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any] | None = None, is_divided: bool = True):
+        self.dataset, self.collate, self.is_divided = dataset, collate, is_divided
 
-    def _batch(self, samples: list[Any], numbers: Iterable[int], seed: int, generators: list[Any]) -> tuple[Tree, Tree]:
-        """Return (inputs, targets) of `samples`, which messages call by `numbers`; collating them draws from `seed`."""
+    def _batch(self, samples: list[Any], numbers: Iterable[int], seed: int, generators: list[Any]) -> tuple[Tree, Any]:
+        """Return the parts of a `Batch` or `Collated`; messages call samples by `numbers`; collating uses `seed`."""
         if self.collate is not None:
             return self._collated(samples, seed, generators)
         name = type(self.dataset).__name__
         for index, sample in zip(numbers, samples, strict=True):
-            pair(sample, f"sample {index}", name)
+            self._divided(sample, f"sample {index}", 1)
             why = f"sample {index} has masked values, which would be replaced by what is below the mask"
             is_masked = any(np.ma.is_masked(leaf) for _, leaf in leaves_of(sample))
             check(not is_masked, "data", name, why, "replace them: array.filled(value)")
         try:
-            inputs, targets = pair(default_collate(samples), "a batch", name)
+            inputs, targets = self._divided(default_collate(samples), "a batch", len(samples))
         except (RuntimeError, TypeError) as error:
             shapes = [shape for sample in samples for shape in sorted({*_shapes(sample)})]
             why = f"its samples cannot be stacked ({', '.join(dict.fromkeys(shapes))}): {error}"
             remedy = "let all samples have one shape and dtype, or define collate(samples) beside the data, which pads"
             raise DataError(name, why, remedy) from None
-        kinds = {type(leaf).__name__ for _, leaf in leaves_of((inputs, targets)) if not isinstance(leaf, torch.Tensor)}
+        both = (inputs, targets) if self.is_divided else inputs
+        kinds = {type(leaf).__name__ for _, leaf in leaves_of(both) if not isinstance(leaf, torch.Tensor)}
         why = f"its inputs or targets are {' and '.join(sorted(kinds))}"
         check(not kinds, "data", name, why, "return tensors, arrays or numbers, or define collate(samples)")
         return map_tensors(single, inputs), targets
 
-    def _collated(self, samples: list[Any], seed: int, generators: list[Any]) -> tuple[Tree, Tree]:
+    def _divided(self, batch: Any, what: str, count: int) -> tuple[Tree, Any]:
+        return pair(batch, what, type(self.dataset).__name__) if self.is_divided else (batch, count)
+
+    def _collated(self, samples: list[Any], seed: int, generators: list[Any]) -> tuple[Tree, Any]:
         seed_generators(seed, generators)
         assert self.collate is not None
         try:
@@ -71,7 +76,7 @@ class BatchMaker:
         except Exception as error:
             remedy = f"correct collate{user_code.place(self.collate)}; log.txt has the traceback"
             raise DataError("collate", described(error), remedy) from error
-        inputs, targets = pair(batch, "what collate returns", type(self.dataset).__name__)
+        inputs, targets = self._divided(batch, "what collate returns", len(samples))
         why = f"it returns no tensors{user_code.place(self.collate)}"
         check(bool(tensors_of(inputs)), "collate", ABSENT, why, "return tensors, of all samples in the list")
         return map_tensors(single, inputs), targets
@@ -84,14 +89,14 @@ class Fetch(BatchMaker):
     samples are collated, from that of the first.
     """
 
-    def __call__(self, job: Job) -> tuple[Tree, Tree]:
+    def __call__(self, job: Job) -> tuple[Tree, Any]:
         with seeded(0):
             generators = generators_of(self.dataset)  # now, as the data set may have made some since the last batch
             pairs = zip(job.indices, job.seeds, strict=True)
             samples = [self._sample(index, seed, generators) for index, seed in pairs]
             return self._batch(samples, job.indices, job.seeds[0], generators)
 
-    def some(self) -> tuple[Tree, Tree]:
+    def some(self) -> tuple[Tree, Any]:
         """Return a few samples from the whole data set."""
         count = len(self.dataset)
         indices = [*range(0, count, -(-count // HASHED))]
@@ -129,22 +134,37 @@ def item(dataset: Any, index: int) -> Any:
 
 
 class UserSamples(Samples):
-    """Samples that `workers` load: `example` is a batch of the first one, and `content` the fingerprint."""
+    """Samples that `workers` load: `first` is a batch of the first one by `maker`, and `content` the fingerprint."""
 
-    def __init__(self, workers: Workers, content: str, example: Batch):
-        self._workers, self._content, self.example = workers, content, example
-        self.num_workers, self.shape = workers.count, shape_of(example.inputs)
+    def __init__(self, workers: Workers, content: str, maker: BatchMaker, first: tuple[Tree, Any]):
+        self._workers, self._content, self.form = workers, content, Batch if maker.is_divided else Collated
+        self.example = self.form(*first)
+        self.num_workers, self.shape = workers.count, shape_of(first[0])
 
-    def fake_batches(self, micros: Iterable[MicroBatch], device: torch.device) -> Iterator[Batch]:
+    def fake_batches(self, micros: Iterable[MicroBatch], device: torch.device) -> Iterator[Any]:
         for micro in micros:
             n = micro.stop - micro.start
-            yield map_tensors(lambda each: each.new_zeros(n, *each.shape[1:]).to(device), self.example)  # noqa: B023
+            batch = zeros_like_batch(self.example._replace(num_samples=n) if self.form is Collated else self.example, n)
+            yield map_tensors(lambda each: each.to(device), batch)
 
     def fingerprint(self) -> str:
         return self._content
 
     def close(self) -> None:
         self._workers.close()
+
+
+def zeros_like_batch(example: Tree, n: int) -> Tree:
+    """Return zeros for n samples, in the form of a batch of one: its tensors have a row, or its lists an item, each."""
+    if isinstance(example, list) and len(example) == 1:
+        return [map_tensors(torch.zeros_like, example[0]) for _ in range(n)]
+    if isinstance(example, Mapping):
+        return {name: zeros_like_batch(each, n) for name, each in example.items()}
+    if isinstance(example, list | tuple):
+        parts = [zeros_like_batch(each, n) for each in example]
+        return type(example)(*parts) if hasattr(example, "_fields") else type(example)(parts)
+    is_tensor = isinstance(example, torch.Tensor) and example.dim() > 0
+    return example.new_zeros(n, *example.shape[1:]) if is_tensor else example
 
 
 def sha256(tree: Tree) -> str:

@@ -33,13 +33,19 @@ from runner.system.trees import Tree, map_leaves, map_tensors, num_rows, tensors
 log = logging.getLogger(__name__)
 
 
-def is_pair(given: Any) -> bool:
-    """Return whether something is two data sets; (inputs, targets) and a list of two samples are one."""
+def is_pair(given: Any, is_divided: bool = True) -> bool:
+    """Return whether something is two data sets; (inputs, targets) and a list of two samples are one.
+
+    Samples that are not divided into inputs and targets may be dicts without `labels`.
+    """
     if not isinstance(given, tuple | list) or len(given) != 2:
         return False
     if all(isinstance(each, Dataset | DataLoader) for each in given):
         return True
-    return isinstance(given, tuple) and (not _are_arrays(given) or all(map(_is_array_form, given)))
+    return isinstance(given, tuple) and (
+        not _are_arrays(given)
+        or all(_is_array_form(each) or (isinstance(each, Mapping) and not is_divided) for each in given)
+    )
 
 
 def _is_array_form(given: Any) -> bool:
@@ -89,20 +95,29 @@ def _are_arrays(tree: Tree) -> bool:
 
 
 class Arrays(Dataset):
-    """The samples in tensors, or trees of tensors, which have a row for each."""
+    """The samples in tensors, or trees of tensors, which have a row for each; targets may be `()`, as in `whole`."""
 
     def __init__(self, inputs: Tree, targets: Tree, classes: Any):
         self.inputs, self.targets, self.classes = inputs, targets, classes
 
     def __len__(self) -> int:
-        return num_rows(self.targets)
+        return num_rows((self.inputs, self.targets))
 
-    def __getitem__(self, index: Any) -> tuple[Tree, Tree]:
-        return map_tensors(lambda each: each[index], (self.inputs, self.targets))
+    @property
+    def is_divided(self) -> bool:
+        """Whether samples are (input, target)."""
+        return bool(tensors_of(self.targets))
+
+    def __getitem__(self, index: Any) -> Tree:
+        inputs, targets = map_tensors(lambda each: each[index], (self.inputs, self.targets))
+        return (inputs, targets) if self.is_divided else inputs
 
 
-def data_set(given: Any) -> Any:
-    """Return `Arrays` of inputs and targets, another map-style data set, or a stream; refuse what is none of them."""
+def data_set(given: Any, is_divided: bool = True) -> Any:
+    """Return `Arrays`, another map-style data set, or a stream; refuse what is none of them.
+
+    Samples of arrays are (input, target); if they need not be, those of other arrays than (inputs, targets) are rows.
+    """
     name = type(given).__name__
     if isinstance(given, type):
         given = given()
@@ -118,8 +133,9 @@ def data_set(given: Any) -> Any:
             "pass (inputs, targets), or ((inputs, targets), (held-out inputs, held-out targets)); several inputs are "
         )
         remedy += "a tuple or a dict, and so are several targets, as in ((images, tables), (classes, weights))"
-        check(_is_array_form(given), "", name, why, remedy)
-        inputs, targets = map_leaves(_tensor, pair(given, "it", name))
+        check(_is_array_form(given) or not is_divided, "", name, why, remedy)
+        is_whole = not is_divided and (isinstance(given, Mapping) or len(given) != 2)
+        inputs, targets = map_leaves(_tensor, (given, ()) if is_whole else pair(given, "it", name))
         lengths = [len(each) for each in tensors_of((inputs, targets))]
         is_plain = isinstance(inputs, torch.Tensor) and isinstance(targets, torch.Tensor)
         why = f"there are {lengths[0]} inputs and {lengths[-1]} targets"

@@ -22,7 +22,7 @@ import torch
 
 from runner.batching import MicroBatch
 from runner.config.errors import check, described
-from runner.data.base import Batch, DataError
+from runner.data.base import DataError
 from runner.data.fetch import HASHED, BatchMaker, UserSamples, seed_generators, sha256
 from runner.data.generators import generators_of, set_states, states_of
 from runner.data.image_files import to_device
@@ -83,8 +83,8 @@ class Reader(BatchMaker):
     the global generators, and from those that it holds, depends on the seed and the pass.
     """
 
-    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any] | None = None):
-        super().__init__(dataset, collate)
+    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any] | None = None, is_divided: bool = True):
+        super().__init__(dataset, collate, is_divided)
         self.name, self.tried = type(dataset).__name__, list[Loaded]()
         self.has_state = all(callable(getattr(dataset, name, None)) for name in ("state_dict", "load_state_dict"))
         self.why_not = "" if self.has_state else "it has no state_dict and load_state_dict"
@@ -263,7 +263,7 @@ class StreamSamples(UserSamples):
     def __init__(self, reader: Reader, number: int, workers: Workers, content: str, most: int | None):
         first = reader.tried[0].batch
         assert first is not None
-        super().__init__(workers, content, Batch(*first))
+        super().__init__(workers, content, reader, first)
         self._load: Callable[[Any], Loaded] = partial(call_shared, number) if workers.count else reader
         self._reader, self._most = reader, most
         self._mark: Mark | None = None  # after the last batch
@@ -291,7 +291,7 @@ class StreamSamples(UserSamples):
     def length(self) -> None:
         return None
 
-    def batches(self, micros: Iterable[MicroBatch], seed: int, device: torch.device) -> Iterator[Batch]:
+    def batches(self, micros: Iterable[MicroBatch], seed: int, device: torch.device) -> Iterator[Any]:
         marks: deque[Mark | None] = deque()
 
         def load() -> Generator[Tree]:
@@ -306,7 +306,7 @@ class StreamSamples(UserSamples):
 
         for tensors in to_device(load(), device):  # which may read a batch ahead, whose mark is not that of the next
             self._mark = marks.popleft()
-            yield Batch(*tensors)
+            yield self.form(*tensors)
 
     def _jobs(self, micros: Iterable[MicroBatch], seed: int) -> Iterator[StreamJob]:
         """Yield a job for each of `micros`, and before it some without samples, while many are skipped."""
@@ -330,7 +330,7 @@ class StreamSamples(UserSamples):
             yield StreamJob(micro.start, micro.stop, seed, mark)
             position, mark = micro.stop, None
 
-    def in_order(self, batch_size: int, shard: tuple[int, int], device: torch.device) -> Iterator[Batch]:
+    def in_order(self, batch_size: int, shard: tuple[int, int], device: torch.device) -> Iterator[Any]:
         (index, count), most = shard, self._most or sys.maxsize
         starts = range(index * batch_size, most, count * batch_size)
         jobs = (StreamJob(first, min(first + batch_size, most), 0, ends=True) for first in starts)
@@ -348,7 +348,7 @@ class StreamSamples(UserSamples):
                         text = "data: the evaluation has read %d samples of the stream, and goes on to its end; "
                         log.warning(f"{text}data.eval_samples=N ends it after N", num_samples)
 
-        return (Batch(*tensors) for tensors in to_device(load(), device))
+        return (self.form(*tensors) for tensors in to_device(load(), device))
 
     def state(self) -> dict[str, Any]:
         """Return the place after the last batch that was taken; empty if a resume has to skip the samples before."""

@@ -16,7 +16,7 @@ from runner.batching import MicroBatch, SampleOrder
 from runner.config import user_code
 from runner.config.errors import ABSENT, check
 from runner.config.limits import PositiveInt, Range
-from runner.data.base import Batch, Data, Sampler, Samples, shard_bounds
+from runner.data.base import Data, Sampler, Samples, shard_bounds
 from runner.data.fetch import Fetch, Job, UserSamples, item, sha256
 from runner.data.forms import Arrays, class_names, data_set, is_pair, with_columns_of
 from runner.data.generators import generators_of
@@ -52,23 +52,25 @@ class UserData(Data):
         given: Any = user_code.find("data")
         remedy = "workload=FILE.py, which defines data, or data=FILE.py:NAME"
         check(given is not None, "", ABSENT, "no data is given", remedy)
+        is_divided = not user_code.has_steps()
         with user_code.errors_of("data"), seeded(derive(0, "user data")):  # the same on all ranks, and for all seeds
             is_made = callable(given) and (isinstance(given, type) or not hasattr(given, "__getitem__"))
             made: Any = given() if is_made else given
-            if is_pair(made):
-                sets = [data_set(made[0]), data_set(with_columns_of(*made))]
+            if is_pair(made, is_divided):
+                sets = [data_set(each, is_divided) for each in (made[0], with_columns_of(*made))]
             else:
-                sets = _split(data_set(made), self.holdout)
+                sets = _split(data_set(made, is_divided), self.holdout, is_divided)
             streams = [isinstance(each, IterableDataset) for each in sets]
             self._check_streams(streams)
             collate = user_code.find("collate")
             why = "it is no function of a list of samples"
             check(collate is None or callable(collate), "collate", collate, why, "def collate(samples): …")
-            if collate is None and all(type(each) is Arrays for each in sets):
+            if collate is None and all(type(each) is Arrays and each.is_divided for each in sets):
                 content = sha256([each[:] for each in sets])
                 train, held_out = (ArraySamples(each.inputs, each.targets, content=content) for each in sets)
             else:
-                fetches = [(Reader if a else Fetch)(each, collate) for a, each in zip(streams, sets, strict=True)]
+                kinds = [Reader if is_stream else Fetch for is_stream in streams]
+                fetches = [kind(each, collate, is_divided) for kind, each in zip(kinds, sets, strict=True)]
                 content = sha256([fetch.some() for fetch in fetches])
                 name, why = type(sets[0]).__name__, "it is also the held-out stream, and cannot be copied"
                 is_shared = sets[0] is sets[1] and isinstance(fetches[0], Reader) and not fetches[0].is_copied
@@ -109,7 +111,7 @@ class UserData(Data):
         check(is_used, "eval_samples", self.eval_samples, why, "leave data.eval_samples=null")
 
 
-def _split(given: Any, holdout: float) -> list[Any]:
+def _split(given: Any, holdout: float, is_divided: bool) -> list[Any]:
     """Divide a data set at random, in a way that does not depend on the seed of a run."""
     why, remedy = "of a stream, which has no length, no share can be held out", "pass two: (stream, held-out data)"
     check(not isinstance(given, IterableDataset), "", type(given).__name__, why, remedy)
@@ -117,7 +119,8 @@ def _split(given: Any, holdout: float) -> list[Any]:
     check(count > 1, "", ABSENT, "a single sample cannot be divided", "pass training and held-out samples")
     order = torch.randperm(count, generator=torch.Generator().manual_seed(derive(0, "holdout")))
     num_held_out = max(1, round(holdout * count))
-    return [data_set(Subset(given, sorted(rows.tolist()))) for rows in (order[num_held_out:], order[:num_held_out])]
+    parts = (sorted(rows.tolist()) for rows in (order[num_held_out:], order[:num_held_out]))
+    return [data_set(Subset(given, rows), is_divided) for rows in parts]
 
 
 def _in_words(shape: Tree) -> Any:
@@ -143,7 +146,7 @@ class DatasetSamples(UserSamples):
 
     def __init__(self, fetch: Fetch, number: int, workers: Workers, content: str):
         self.fetch = fetch
-        super().__init__(workers, content, Batch(*self.fetch(Job([0], [0]))))
+        super().__init__(workers, content, fetch, self.fetch(Job([0], [0])))
         self._load: Callable[[Any], Any] = partial(call_shared, number) if workers.count else self.fetch
 
     def check_draws(self, held_out: bool) -> None:
@@ -166,11 +169,11 @@ class DatasetSamples(UserSamples):
     def __len__(self) -> int:
         return len(self.fetch.dataset)
 
-    def batches(self, micros: Iterable[MicroBatch], seed: int, device: torch.device) -> Iterator[Batch]:
+    def batches(self, micros: Iterable[MicroBatch], seed: int, device: torch.device) -> Iterator[Any]:
         order = SampleOrder(len(self), seed, weights=self.weights)
         return self._read((Job(*each) for each in order.with_seeds(micros)), device)
 
-    def in_order(self, batch_size: int, shard: tuple[int, int], device: torch.device) -> Iterator[Batch]:
+    def in_order(self, batch_size: int, shard: tuple[int, int], device: torch.device) -> Iterator[Any]:
         start, stop = shard_bounds(len(self), shard)
         ranges = [range(first, min(first + batch_size, stop)) for first in range(start, stop, batch_size)]
         return self._read((Job([*rows], [*rows]) for rows in ranges), device)
@@ -186,8 +189,8 @@ class DatasetSamples(UserSamples):
 
     def joined(self, other: Samples) -> Samples:
         assert isinstance(other, DatasetSamples)
-        both = Fetch(Joined(self.fetch.dataset, other.fetch.dataset), self.fetch.collate)
+        both = Fetch(Joined(self.fetch.dataset, other.fetch.dataset), self.fetch.collate, self.fetch.is_divided)
         return DatasetSamples(both, 0, Workers(0), self._content)
 
-    def _read(self, jobs: Iterable[Job], device: torch.device) -> Iterator[Batch]:
-        return (Batch(*tensors) for tensors in to_device(self._workers.map(self._load, jobs), device))
+    def _read(self, jobs: Iterable[Job], device: torch.device) -> Iterator[Any]:
+        return (self.form(*tensors) for tensors in to_device(self._workers.map(self._load, jobs), device))

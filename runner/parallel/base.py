@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -94,16 +94,20 @@ class Parallel:
         if phase.parameters is None:
             yield
             return
-        others = [p for name, p in model.named_parameters() if p.requires_grad and name not in phase.parameters]
         self._session.workload.phase = phase.name
-        for parameter in others:
+        others = [p for name, p in model.named_parameters() if p.requires_grad and name not in phase.parameters]
+        with self._not_trained(others):
+            yield
+
+    @contextmanager
+    def _not_trained(self, parameters: Sequence[torch.nn.Parameter]) -> Iterator[None]:
+        for parameter in parameters:
             parameter.requires_grad_(False)
         try:
             yield
         finally:
-            for parameter in others:
+            for parameter in parameters:
                 parameter.requires_grad_(True)
-                parameter.grad = None  # FSDP computes those of all parameters that it has gathered
 
     def measured(self, micro: MicroBatch) -> AbstractContextManager:
         """Return a context for the forward and the backward pass of `micro`, in which the mode may measure the step."""

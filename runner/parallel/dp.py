@@ -36,6 +36,8 @@ class DP(Parallel):
     def divide(self, session: Session) -> Plan:
         why = "replicas would call the compiled network itself, whose weights are on the first GPU"
         check(len(session.devices) == 1 or not session.compile, "compile", session.compile, why, "parallel=ddp")
+        is_split = len(session.devices) > 1 and session.workload.has_steps
+        check(not is_split, "parallel", "dp", "a replica takes inputs, and steps may call parts of it", "parallel=ddp")
         return session.plan
 
     def _place(self, model: torch.nn.Module, session: Session) -> torch.nn.Module:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, cast
@@ -79,60 +80,62 @@ class FSDP(MultiProcess):
         why, remedy = "it has no dimensions, and FSDP divides the first one of each", "parallel=ddp, or a shape of [1]"
         for name, parameter in model.named_parameters():
             check(parameter.dim() > 0, "parallel", "fsdp", f"parameter {name}: {why}", remedy)
-        for unit in (*units, model):
+        # A step of a user's may call parts of the network by themselves, for which FSDP would gather no parameters.
+        self._root = root = Within(model) if session.workload.has_steps else model
+        for unit in (*units, root):
             # By default, FSDP does not reshard the root's own parameters, because the backward pass needs them first.
-            reshard = self.reshard_after_forward and unit is not model
-            others = {id(p) for block in units for p in block.parameters()} if unit is model else set()
+            reshard = self.reshard_after_forward and unit is not root
+            others = {id(p) for block in units for p in block.parameters()} if unit is root else set()
             trained = [(name, p) for name, p in unit.named_parameters() if p.requires_grad and id(p) not in others]
+            owner = type(model if unit is root else unit).__name__
             dtypes = {str(p.dtype): name for name, p in trained}
-            why = f"parameters of {type(unit).__name__} have several dtypes, which FSDP does not gather together"
+            why = f"parameters of {owner} have several dtypes, which FSDP does not gather together"
             found = ", ".join(f"{name} {dtype.removeprefix('torch.')}" for dtype, name in dtypes.items())
             check(len(dtypes) < 2, "parallel", "fsdp", f"{why} ({found})", "parallel=ddp")
             dtype = session.precision.compute_dtype(device) if _is_rounded_by_autocast(unit, others) else None
             policy = MixedPrecisionPolicy(dtype, dtype and torch.float32, cast_forward_inputs=False)
             fully_shard(unit, reshard_after_forward=reshard, mp_policy=policy, **options)
-        self._gathered = GatheredParameters(model, hooks)
-        for unit in (*units, model):  # after FSDP's own hook, which gathers the parameters
+        self._gathered, self._others, self._seen = GatheredParameters(model, hooks), (), None
+        for unit in (*units, root):  # after FSDP's own hook, which gathers the parameters
             unit.register_forward_pre_hook(self._gathered.watch)
         self._finds_unused = finds_unused(self.find_unused, model)
-        if set_unused := getattr(model, "set_reduce_scatter_unused_params", None):  # since torch 2.14
+        if set_unused := getattr(root, "set_reduce_scatter_unused_params", None):  # since torch 2.14
             cast(Callable[[bool], None], set_unused)(self._finds_unused)
-        self._step = Within(model)
-        if session.workload.has_steps:  # which may call parts of the network, that FSDP does not gather for them
-            fully_shard(self._step, **options)
-            self._step(lambda model: None)  # as the first one is the root
         compile_in_place(model, session.compile)
         return model
 
     def accumulate(self, model: torch.nn.Module, batch: Any, micro: MicroBatch, log_due: bool) -> BatchSums | None:
-        cast("FSDPModule", model).set_requires_gradient_sync(micro.is_last)
+        cast("FSDPModule", self._root).set_requires_gradient_sync(micro.is_last)
         # FSDP averages over the processes, but the weights of their micro-batches already add up to one.
         micro = micro._replace(weight=micro.weight * self._session.world_size)
         sums = super().accumulate(model, batch, micro, log_due)
         if micro.is_last and self._finds_unused:
             for name in self._gathered.unused(self._session.collectives):
                 model.get_parameter(name).grad = None
+        for parameter in self._others if micro.is_last else ():
+            parameter.grad = None
         return sums
+
+    @contextmanager
+    def _not_trained(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+        # Gathered parameters require gradients as they did when they were gathered first.
+        self._others = parameters
+        try:
+            yield
+        finally:
+            self._others = ()
 
     def _loss(self, model: torch.nn.Module, batch: Any) -> tuple[torch.Tensor, BatchSums]:
         return self._whole(super()._loss, model, batch)
 
     def _whole(self, function: Callable[..., T], model: torch.nn.Module, batch: Any) -> T:
-        """Return `function(model, batch)`; the parameters that are in no block are gathered for the steps of a user."""
-        if not self._session.workload.has_steps:
-            return function(model, batch)
-
-        def gathered(model: Any) -> T:
-            model.unshard()
-            return function(model, batch)
-
-        return self._step(gathered)
+        return function(model, batch) if self._root is model else self._root(function, batch)
 
     def evaluate(self, model: torch.nn.Module) -> tuple[dict[str, float], MetricSums]:
         from torch.distributed.fsdp import FSDPModule
 
         found = super().evaluate(model)
-        for module in model.modules():  # what a forward pass leaves gathered may be averaged weights
+        for module in self._root.modules():  # what a forward pass leaves gathered may be averaged weights
             if isinstance(module, FSDPModule):
                 module.reshard()
         return found
@@ -145,14 +148,20 @@ class FSDP(MultiProcess):
         return sums
 
     def _infer(self, model: torch.nn.Module, inputs: Any) -> Any:
-        """Return the outputs for `inputs`. If only others have some, make a pass of zeros; if none has, return None."""
-        spec = None if inputs is None else map_tensors(lambda each: torch.empty_like(each, device="meta"), inputs)
-        specs = [each for each in self._session.collectives.all_gather(spec) if each is not None]
-        if not specs:
+        """Return the outputs for `inputs`. If only others have some, make another pass; if none has, return None."""
+        all_gather = self._session.collectives.all_gather
+        has_inputs, has_seen = zip(*all_gather((inputs is not None, self._seen is not None)), strict=True)
+        if not any(has_inputs):
+            self._seen = None
             return None
-        zeros = partial(torch.zeros_like, device=self._session.device)
-        inputs = map_tensors(zeros, specs[0]) if inputs is None else copied(inputs)
-        return self._whole(super()._infer, model, inputs)
+        if inputs is not None:
+            self._seen = inputs
+        if not all(map(any, zip(has_inputs, has_seen, strict=True))):  # a process without a single sample
+            like = None if inputs is None else map_tensors(lambda each: torch.empty_like(each, device="meta"), inputs)
+            some = next(each for each in all_gather(like) if each is not None)
+            if self._seen is None:
+                self._seen = map_tensors(partial(torch.zeros_like, device=self._session.device), some)
+        return self._whole(super()._infer, model, copied(self._seen))
 
 
 class GatheredParameters:

@@ -131,11 +131,14 @@ class _Proof:
     def text(self) -> str:
         """Return in words what was found; raise a `ConfigError` if the steps differ. Called on every rank."""
         on_rank_0, own, exact = self._session.collectives.from_rank_0, self._run.precision, Double()
-        self._switch, why_not = on_rank_0(self._choose)
+        self._switch, why_not, self._draws = on_rank_0(self._choose)
         if why_not:
             return f"left out, as {why_not}"
         fine = own if own.tolerance <= Precision.tolerance else Precision()
         self._train(fine)
+        if self._draws:  # which may change nothing, as the order of a sum
+            found = on_rank_0(partial(self._difference, fine))
+            return f"left out, as {self._draws}" if found else "the first step is that of a single device"
         found = on_rank_0(partial(self._difference, fine))
         if found and not isinstance(fine, Double) and on_rank_0(self._has_float64):  # it may be rounding
             self._train(exact)
@@ -149,30 +152,38 @@ class _Proof:
 
     # On rank 0
 
-    def _choose(self) -> tuple[int, str]:
-        """Return the index of what switches random numbers off, and why nothing can be compared, if so."""
+    def _choose(self) -> tuple[int, str, str]:
+        """Return the index of what switches random numbers off, why nothing can be compared, and why none is off."""
         fine = self._run.precision if self._run.precision.tolerance <= Precision.tolerance else Precision()
         try:
+            draws = ""
             for self._switch in range(len(_SWITCHES)):
                 self._find_batch_norm()
                 steps = self._reference(fine)
                 if steps.diverged:
-                    return self._switch, f"{steps.diverged} on a single device, too"
+                    return self._switch, f"{steps.diverged} on a single device, too", ""
                 if not steps.draws:
                     break
                 self._references.clear()
             else:
-                return self._switch, "the network draws random numbers in evaluations, too"
+                draws = "the network draws random numbers in evaluations, too"
         except Exception as error:
             if torch_errors.is_out_of_memory(error):
-                return self._switch, "a single device has no memory for it"
-            raise
+                return self._switch, "a single device has no memory for it", ""
+            if not self._switch:
+                raise
+            draws = f"the network draws random numbers, and in evaluation mode it fails: {described(error)}"
+        if draws:
+            self._switch = 0
+            self._references.clear()
+            self._find_batch_norm()
+        steps = self._reference(fine)
         why = "something other than the optimizer, such as the forward pass, writes weights"
         plan, is_compiled = self._session.plan, bool(self._run.compile)
         is_in_passes = plan.accumulation * plan.chunks > 1 or is_compiled
         if names := steps.written * (self._num_parts > 1 or is_compiled) + steps.replaced * is_in_passes:
             raise self._refused(f"{why} ({names[0]}): each part of a batch would leave others")
-        return self._switch, ""
+        return self._switch, "", draws
 
     def _find_batch_norm(self) -> None:
         """Find the layers whose results depend on the batch; then, a single device takes the batch in parts, too."""

@@ -10,13 +10,13 @@ import torch
 
 from runner.config.errors import check
 from runner.config.limits import Range
-from runner.workloads.data import S
 from runner.workloads.losses import summed_cross_entropy
-from runner.workloads.supervised import SupervisedDataWorkload
+from runner.workloads.samples import S
+from runner.workloads.supervised import DataWorkload
 
 
 @dataclass
-class CrossEntropyWorkload(SupervisedDataWorkload[S]):
+class CrossEntropyWorkload(DataWorkload[S]):
     """A workload whose loss is, or may be, the cross-entropy of classes; as in torch, a mean over their weights."""
 
     label_smoothing: Annotated[float, Range(least=0, below=1)] = 0.0

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any, NamedTuple, NoReturn, cast
+from typing import Any, NamedTuple, NoReturn, TypeAlias, cast
 
 import torch
 
 from runner.config import user_code
 from runner.config.errors import ABSENT, ConfigError
 from runner.device import sum_dtype
-from runner.system.trees import Tree, num_rows
 from runner.tracking.metrics import BatchSums
+
+LossForm: TypeAlias = "tuple[tuple[str, ...], bool]"
+"""The names of the values of a loss, and whether its count is its own (see `Workload.loss_form`)."""
 
 IGNORED = -100
 """The class of targets that the cross-entropy ignores, as in torch."""
@@ -36,9 +38,22 @@ class Losses(NamedTuple):
     sums: BatchSums
     has_own_count: bool
 
+    def checked_form(self, before: LossForm | None, function: Any) -> LossForm:
+        """Return the names and whether the count is its own; raise a `ConfigError` if they were others `before`."""
+        form = self.names, self.has_own_count
+        if before not in (None, form):
+            then, now = (f"{', '.join(names)} ({'sums' if own else 'means'})" for names, own in (before, form))
+            why = f"it returns {now}, and returned {then} before{user_code.place(function)}"
+            raise ConfigError("loss", ABSENT, why, "return the same values for each batch")
+        return form
 
-def losses_of(returned: Any, targets: Tree, function: Any) -> Losses:
-    """Return what `function`, the loss of a user, has `returned` for samples with these `targets`.
+    def by_name(self) -> dict[str, torch.Tensor]:
+        """Return the sum and the count of each value, [2], by name."""
+        return dict(zip(self.names, self.sums.unbind(1), strict=True))
+
+
+def losses_of(returned: Any, num_samples: int, function: Any) -> Losses:
+    """Return what `function`, the loss of a user, has `returned` for so many samples.
 
     Raises:
         ConfigError: if it is none of the forms that are possible.
@@ -47,7 +62,7 @@ def losses_of(returned: Any, targets: Tree, function: Any) -> Losses:
     if "loss" not in values or not all(isinstance(name, str) and name for name in values):
         why = f"it returns a dict of {', '.join(map(str, values)) or 'nothing'}"
         _refuse(why, function, 'call what is to be minimized "loss"')
-    names, num_samples = ("loss", *(name for name in values if name != "loss")), num_rows(targets)
+    names = ("loss", *(name for name in values if name != "loss"))
     parts = [_total_and_count(values[name], function) for name in names]
     total, count = parts[0]
     to_sum = partial(_scalar, dtype=sum_dtype(total.device), device=total.device)
@@ -55,6 +70,19 @@ def losses_of(returned: Any, targets: Tree, function: Any) -> Losses:
     counts = torch.stack([to_sum(num_samples if count is None else count) for _, count in parts])
     per_sample = total if count is None else total / num_samples
     return Losses(per_sample, names, torch.stack((sums, counts)).detach(), count is not None)
+
+
+def added(sums: Mapping[str, torch.Tensor], more: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the sums and counts of several batches, given those of some and those of one more."""
+    return {name: value + sums.get(name, 0) for name, value in more.items()}
+
+
+def means_of(parts: Iterable[Mapping[str, torch.Tensor]]) -> dict[str, float]:
+    """Return the mean of each value, given its sum and count, [2], in each process; one without samples knows none."""
+    totals: dict[str, torch.Tensor] = {}
+    for part in parts:
+        totals = added(totals, {name: value.cpu().double() for name, value in part.items()}) or totals
+    return {name: float(total / count) for name, (total, count) in totals.items()}
 
 
 def _total_and_count(value: Any, function: Any) -> tuple[torch.Tensor, Any]:

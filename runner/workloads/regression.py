@@ -17,11 +17,11 @@ from runner.data.base import RegressionSamples, Samples
 from runner.device import sum_dtype
 from runner.tracking.metrics import MetricSums
 from runner.workloads.named_metrics import OF_NUMBERS, Named
-from runner.workloads.supervised import SupervisedDataWorkload, comparable
+from runner.workloads.supervised import DataWorkload, comparable
 
 
 @dataclass
-class Regression(SupervisedDataWorkload[RegressionSamples]):
+class Regression(DataWorkload[RegressionSamples]):
     """The training and evaluation of a network that predicts numbers; for options, see `conf/workload/regression.yaml`.
 
     The loss, of standardized targets, is the mean over samples and targets. The metric `mae` is in the units of the

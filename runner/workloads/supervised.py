@@ -14,9 +14,9 @@ from runner.data.base import Batch, Samples
 from runner.system.trees import Tree, call, leaves_of, map_leaves
 from runner.tracking.metrics import BatchSums, batch_sums
 from runner.workloads.base import Workload
-from runner.workloads.data import DataWorkload, S
 from runner.workloads.evaluation_metrics import EvaluationMetrics
 from runner.workloads.named_metrics import Named, check_names
+from runner.workloads.samples import S, SampleWorkload
 
 
 @dataclass
@@ -43,7 +43,7 @@ class SupervisedWorkload(Workload):
 
 
 @dataclass
-class SupervisedDataWorkload(SupervisedWorkload, DataWorkload[S]):
+class DataWorkload(SupervisedWorkload, SampleWorkload[S]):
     """A supervised workload whose batches come from a data set.
 
     The attribute `extra` holds the metrics that evaluations measure besides those of the workload itself.

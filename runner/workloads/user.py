@@ -8,43 +8,40 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from torch.nn.functional import mse_loss
 
 from runner.batching import Plan
 from runner.config import user_code
-from runner.config.errors import ABSENT, ConfigError, check, did_you_mean, errors_under
+from runner.config.errors import ABSENT, ConfigError, check
 from runner.data.base import Batch, LabeledSamples, Samples, copied
 from runner.data.fetch import UserSamples
 from runner.data.memory import ArraySamples
-from runner.data.user import UserData
-from runner.model.user import UserModel
 from runner.storage.signature import OUTPUTS
 from runner.system.trees import Tree, map_tensors, num_rows, rows_of, tensors_of
 from runner.tracking.metrics import BatchSums, MetricSums
 from runner.workloads.cross_entropy import CrossEntropyWorkload
 from runner.workloads.evaluation_metrics import EvaluationMetrics
-from runner.workloads.losses import IGNORED, Losses, as_sum, losses_of, summed_cross_entropy
-from runner.workloads.named_metrics import OF_CLASSES_OR_NUMBERS, Named, check_names, of_samples
+from runner.workloads.losses import IGNORED, Losses, added, as_sum, losses_of, means_of, summed_cross_entropy
+from runner.workloads.named_metrics import check_names, of_samples
 from runner.workloads.supervised import comparable
+from runner.workloads.user_base import UserCodeWorkload
 
 log = logging.getLogger(__name__)
 
 
 @dataclass
-class UserWorkload(CrossEntropyWorkload[Samples]):
+class UserWorkload(UserCodeWorkload, CrossEntropyWorkload[Samples]):
     """A loss, by default cross-entropy for integer targets and the mean squared error for others, and metrics.
 
     Metrics are named, or those of torchmetrics, or functions of (outputs, targets) of all held-out samples, whose value
     is averaged if it is not a single number. See `conf/workload/_user.yaml`.
     """
 
-    best_goal: Literal["min", "max"] | None = None
-
     may_change_on_resume: ClassVar[tuple[str, ...]] = ("eval_batch_size", "metrics", "best_metric", "best_goal")
-    named_metrics: ClassVar[Mapping[str, Named]] = OF_CLASSES_OR_NUMBERS
+    code_parts: ClassVar[tuple[str, ...]] = ("loss", "metrics")
 
     def __post_init__(self) -> None:
         self._measures_accuracy = False  # without being asked; until the data is loaded
@@ -52,24 +49,9 @@ class UserWorkload(CrossEntropyWorkload[Samples]):
         self._names = [name for name in self.metrics if name != "loss"]
         check_names("metrics", self._names, self.named_metrics, "classes or of numbers")
 
-    @classmethod
-    def best_for(cls, options: Mapping[str, Any]) -> tuple[str, str]:
-        name = options.get("best_metric") or "loss"
-        return name, options.get("best_goal") or (cls.named_metrics[name].goal if name in cls.named_metrics else "min")
-
     def eval_metrics(self) -> dict[str, str]:
         accuracy = {"accuracy": "max"} if self._measures_accuracy else {}
         return {"loss": "min"} | accuracy | self.extra.goals | dict([self.selection])
-
-    def prepare(self) -> None:
-        options = {"model": isinstance(self.model, UserModel), "data": isinstance(self.data, UserData)}
-        user_code.check_unused(group for group, is_given in options.items() if is_given)
-        is_used = options["data"] or user_code.find("collate") is None
-        check(is_used, "collate", ABSENT, "this data makes its own batches", "leave it out, or give data of your own")
-        super().prepare()
-
-    def usable(self, samples: Samples) -> Samples:
-        return samples
 
     def use(self, train: Samples, held_out: Samples) -> None:
         targets = _first(train).targets
@@ -98,17 +80,14 @@ class UserWorkload(CrossEntropyWorkload[Samples]):
         self._measures_accuracy = self._loss is _cross_entropy and not named
         self._form: tuple[tuple[str, ...], bool] | None = None
         super().use(train, held_out)
-        classes = getattr(train, "class_names", None) or ()
         if not self._of_classes:
             self._num_outputs = targets[0].numel() if is_one else 0
-        elif not classes and isinstance(train, ArraySamples):  # here, as plans build networks without numbers
+        elif not self._num_outputs and isinstance(train, ArraySamples):  # here, as plans build networks without numbers
             both = (samples.targets for samples in (train, held_out) if isinstance(samples, ArraySamples))
             seen = torch.cat([targets.unique() for targets in both]).unique()
             self._num_outputs = 1 + int(seen.max())
             if absent := self._num_outputs - int((seen >= 0).sum()):
                 log.warning("data: %d of the %d classes from 0 on have no samples", absent, self._num_outputs)
-        else:
-            self._num_outputs = len(classes)
 
     def extra_metrics(self) -> EvaluationMetrics:
         given = {} if (found := user_code.find("metrics")) is None else found
@@ -126,22 +105,9 @@ class UserWorkload(CrossEntropyWorkload[Samples]):
         named = {name: of_samples(name, self._of_classes) for name in self._names}
         why, remedy = "the file defines a metric of this name", "leave one of the two out"
         check(not {*given} & {*named}, "workload.metrics", self._names, why, remedy)
-        known = ("loss", *["accuracy"] * self._measures_accuracy, *given, *named)
-        why = "evaluations do not measure it;"
-        remedy = did_you_mean(self.best_metric or "", known)
-        check(self.best_metric in (None, *known), "workload.best_metric", self.best_metric, why, remedy)
         goals = {name: self.named_metrics[name].goal for name in (*given, *named) if name in self.named_metrics}
-        is_known = self.best_goal is not None or self.best_metric in (None, "loss", "accuracy", *goals)
-        remedy = f"workload.best_metric={self.best_metric} workload.best_goal=max, or min"
-        check(is_known, "workload.best_goal", None, f"whether a high {self.best_metric} is good is not known", remedy)
+        self.check_best(("loss", *["accuracy"] * self._measures_accuracy, *given, *named), goals)
         return EvaluationMetrics({**given, **named}, goals)
-
-    @property
-    def num_outputs(self) -> int:
-        why, remedy = "the number of outputs is not known", "pass tensors, or a data set with a list `classes`"
-        is_needed = not isinstance(self.model, UserModel) or "num_classes" in self.model.needed_sizes()
-        check(self._num_outputs > 0 or not is_needed, "data", ABSENT, why, remedy)
-        return self._num_outputs
 
     def signature(self) -> dict[str, Any]:
         return {"outputs": self._num_outputs} if self._of_classes and self._num_outputs in OUTPUTS else {}
@@ -170,12 +136,6 @@ class UserWorkload(CrossEntropyWorkload[Samples]):
         )
         return self.train.shape if is_one else None  # zeros may be no valid index
 
-    def saved_model(self, signature: Mapping[str, Any]) -> torch.nn.Module:
-        if isinstance(self.model, UserModel) and not self.model.needed_sizes():
-            with errors_under("model"):
-                return self.model.build((), 0)
-        return super().saved_model(signature)
-
     def criterion(self, outputs: Tree, targets: Tree) -> Any:
         """Return what the loss returns: a mean over samples, or (sum, count), or a dict of these."""
         if self._loss is not _cross_entropy or not isinstance(outputs, torch.Tensor):
@@ -195,21 +155,15 @@ class UserWorkload(CrossEntropyWorkload[Samples]):
         return self._as_sum(self._loss, *both) if self._as_sum else self._loss(*both)
 
     def _evaluated(self, outputs: Tree, targets: Tree) -> Losses:
-        return losses_of(self._given(outputs, targets), targets, self._loss)
+        return losses_of(self._given(outputs, targets), num_rows(targets), self._loss)
 
     @property
     def loss_form(self) -> tuple[tuple[str, ...], bool] | None:
         return self._form
 
     def loss_of(self, outputs: Tree, targets: Tree) -> tuple[torch.Tensor, BatchSums]:
-        found = losses_of(self.criterion(outputs, targets), targets, self._loss)
-        form = found.names, found.has_own_count
-        if self._form is None:
-            self._form = form
-        elif form != self._form:
-            before, now = (f"{', '.join(names)} ({'sums' if own else 'means'})" for names, own in (self._form, form))
-            why = f"it returns {now}, and returned {before} before{user_code.place(self._loss)}"
-            raise ConfigError("loss", ABSENT, why, "return the same values for each batch")
+        found = losses_of(self.criterion(outputs, targets), num_rows(targets), self._loss)
+        self._form = found.checked_form(self._form, self._loss)
         return found.per_sample, found.sums
 
     def loss_module(self) -> torch.nn.Module | None:
@@ -235,7 +189,7 @@ class UserWorkload(CrossEntropyWorkload[Samples]):
             self.held_out, self._loss, self._mean_is_checked = held_out, loss, checked
 
     def evaluate(self, infer: Callable[[Tree], Any], shard: tuple[int, int], device: torch.device) -> MetricSums:
-        sums: dict[str, torch.Tensor] = {}  # [2]: the sum and the count of each value
+        sums: dict[str, torch.Tensor] = {}
         tally = self.extra.start(device)
         for batch in self.held_out.in_order(self.eval_batch_size, shard, device):
             outputs, targets = comparable(infer(batch.inputs), batch.targets)
@@ -244,24 +198,21 @@ class UserWorkload(CrossEntropyWorkload[Samples]):
             found = self._evaluated(*copied((outputs, targets)))
             if not self._mean_is_checked and not found.has_own_count:
                 self._check_mean(found, outputs, targets)
-            values = dict(zip(found.names, found.sums.unbind(1), strict=True))
+            values = found.by_name()
             if self._measures_accuracy:
                 valid = targets != IGNORED
                 right = (outputs.argmax(1) == targets) & valid
                 values["accuracy"] = torch.stack((right.sum(), valid.sum())).to(found.sums.dtype)
-            sums = {name: value + sums.get(name, 0) for name, value in values.items()}
+            sums = added(sums, values)
             tally.update(outputs, targets)
         # In a list, as a process without samples does not know the names.
         return {"losses": [sums], **tally.sums()}
 
     def summarize(self, sums: MetricSums) -> dict[str, float]:
-        totals: dict[str, torch.Tensor] = {}
-        for part in sums["losses"]:
-            totals = {name: value.cpu().double() + totals.get(name, 0) for name, value in part.items()} or totals
+        means = means_of(sums["losses"])
         why, remedy = "the loss returns a value of the same name as a metric", "rename one of them"
-        check(not totals.keys() & {*self.extra.names}, "metrics", sorted(self.extra.names), why, remedy)
+        check(not means.keys() & {*self.extra.names}, "metrics", sorted(self.extra.names), why, remedy)
         device = next((each.device for part in sums["losses"] for each in part.values()), torch.device("cpu"))
-        means = {name: float(total / count) for name, (total, count) in totals.items()}
         return means | self.extra.compute(sums, device)
 
     def _check_mean(self, found: Losses, outputs: Tree, targets: Tree) -> None:
@@ -280,7 +231,7 @@ class UserWorkload(CrossEntropyWorkload[Samples]):
             log.warning(text, n, whole, parts)
 
 
-def _first(samples: Samples) -> Batch:
+def _first(samples: Samples) -> Any:
     """Return the first sample as a batch; of images in files, which are not read, zeros."""
     if isinstance(samples, UserSamples):
         return samples.example

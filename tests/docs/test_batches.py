@@ -1,4 +1,4 @@
-"""Tests of the files in docs/batches.md: each computes the same in every mode."""
+"""Tests of the files in docs/batches.md and docs/steps.md: each computes the same in every mode."""
 
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,17 @@ from helpers.strange_networks import trained_with
 import runner
 from runner.commands import convert
 
-FILES = ("text_classifier", "image_and_table", "multi_task", "character_gpt", "autoencoder", "stream")
+FILES = (
+    "text_classifier",
+    "image_and_table",
+    "multi_task",
+    "character_gpt",
+    "autoencoder",
+    "stream",
+    "simclr",
+    "detection",
+    "gan",
+)
 COMMON = ("device=cpu", "device.threads=1", "precision=64", "optimizer=sgd", "optimizer.lr=0.1", "eval_every=0")
 
 

@@ -14,6 +14,7 @@ from typing import Annotated, Any, NamedTuple, cast
 
 import torch
 
+from runner.config import user_code
 from runner.config.errors import ConfigError, check, did_you_mean
 from runner.config.limits import Range
 from runner.config.options import chosen_option
@@ -129,9 +130,8 @@ def supervised(workload: Workload) -> SupervisedWorkload:
     """Return `workload`; raise a `ConfigError` if its loss needs more than the network's outputs and the targets."""
     if not isinstance(workload, SupervisedWorkload):
         why = "its loss is not criterion(model(inputs), targets), which is all that a split network can compute"
-        raise ConfigError(
-            "workload", chosen_option("workload", workload), why, "parallel=ddp or fsdp spread it over processes"
-        )
+        name = user_code.given().names().get("workload") or chosen_option("workload", workload)
+        raise ConfigError("workload", name, why, "parallel=ddp or fsdp spread it over processes")
     return workload
 
 

@@ -26,7 +26,7 @@ S = TypeVar("S", bound=Samples)
 
 
 @dataclass
-class DataWorkload(Workload, Generic[S]):
+class SampleWorkload(Workload, Generic[S]):
     """A workload whose batches come from a data set.
 
     `prepare` loads the training samples as the attribute `train`, and the samples for evaluations as `held_out`.
