@@ -54,17 +54,20 @@ class CompiledStep:
         why, remedy = "SGD's first step differs from the later ones", "no dampening, or compile=true"
         begun = all(p in state.optimizer.state for group in groups for p in group["params"])
         check(begun, "optimizer.options", "dampening", why, remedy)
-        parts = parts_of(state.optimizer)
         why = "it orthogonalizes in bfloat16, and compiled code rounds elsewhere"
-        check(all(type(each).__name__ != "Muon" for each in parts), "optimizer", "muon", why, "compile=true")
+        check(
+            all(type(each).__name__ != "Muon" for each in parts_of(state.optimizer)),
+            "optimizer",
+            "muon",
+            why,
+            "compile=true",
+        )
         self._parameters: dict[str, torch.Tensor] = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self._buffers, self._without_value = dict(model.named_buffers()), without_value(model)
         self._averages, has_begun = state.average.pairs()
         self._later_share = 1 - (run.ema.decay or 0)
         share = self._later_share if has_begun else 1.0
         self._share = torch.tensor(share, device=device, dtype=sum_dtype(device))
-        # Torch's hooks cannot be compiled.
-        self._updates = [partial(inspect.unwrap(type(each).step), each) for each in parts]
         self._accumulates = state.session.plan.accumulation > 1
         self._add, self._train = compile_whole(self._add_gradients, device), compile_whole(self._take_step, device)
         is_double = any(p.dtype == torch.float64 for p in self._parameters.values())
@@ -130,6 +133,8 @@ class CompiledStep:
         kept += [average for average, _ in self._averages] + [group["lr"] for group in state.optimizer.param_groups]
         for tensor in kept:
             torch_private.mark_static(tensor)
+        # Here, as loading a state replaces what parts have; torch's hooks cannot be compiled.
+        self._updates = [partial(inspect.unwrap(type(each).step), each) for each in parts_of(state.optimizer)]
         self._ready = True
 
     def _check_state(self, batch: Any, before: dict[str, Any], buffers: dict[str, torch.Tensor]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 from collections.abc import Mapping, Sequence
@@ -118,7 +119,7 @@ def _joined_class() -> Any:
                 self.state.update(part.state)
 
         def __getstate__(self) -> dict[str, Any]:
-            return super().__getstate__() | {"_parts": self._parts}  # for copies
+            return super().__getstate__() | {"_parts": tuple(map(copy.copy, self._parts))}  # for copies of this one
 
         def parts(self) -> tuple[torch.optim.Optimizer, ...]:
             for number, part in enumerate(self._parts):

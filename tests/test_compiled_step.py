@@ -62,6 +62,7 @@ def test_the_weights_are_those_of_a_plain_loop(name, tmp_path):
 HARD = (
     *(*TINY_CPU, "model.channels=[2]", "model.hidden=8", "model.dropout=0.3", "data.crop=2", "precision=64"),
     *("optimizer.lr=0.05", "optimizer.nesterov=true", "optimizer.weight_decay=0.01", "schedule=cosine"),
+    "optimizer.groups={head:{optimizer:adamw,lr:0.003,eps:0.01,schedule:{name:linear,warmup:3}}}",
     *("ema.decay=0.8", "max_grad_norm=0.5", "accumulation=2", "batch_size=24"),
     *("steps=8", "log_every=3", "eval_every=4", "save_every=4"),
 )

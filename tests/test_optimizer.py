@@ -1,5 +1,6 @@
 """Tests of the optimizers: equality with torch's own, resume, frozen parameters, parameter groups and options."""
 
+import copy
 import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -13,6 +14,7 @@ from runner.config.errors import ConfigError
 from runner.config.schema import build
 from runner.optimizer import SGD, Adam, AdamW, Muon, Named, Optimizer, learning_rates
 from runner.parallel import full_state
+from runner.torch_optimizer import parts_of
 
 
 def option(name: str, **changes: Any) -> Optimizer:
@@ -248,6 +250,18 @@ def test_each_group_may_have_an_optimizer_of_its_own_also_after_a_resume():
         steps(each, update, inputs[3:])
         torch.testing.assert_close([*each.parameters()], [*reference.parameters()], rtol=1e-12, atol=0)
     assert learning_rates(optimizer) == {"lr": 0.01, "lr/0": 0.2, "lr/2.bias": 0.05}
+
+
+def test_a_step_of_a_copy_changes_nothing_of_the_optimizer():
+    """A checkpoint is compared with the state after a step of a copy, also after `compile=step` has taken the parts."""
+    model = network()
+    optimizer = AdamW(lr=0.01, groups=KINDS).build(model)
+    parts = parts_of(optimizer)
+    full_state.load(model, optimizer, *full_state.collect(model, optimizer, keep=True))
+    copied = copy.copy(optimizer)
+    copied.param_groups = []
+    copied.step()
+    assert sum(len(group["params"]) for part in parts for group in part.param_groups) == 4
 
 
 def test_muon_for_chosen_matrices_and_another_optimizer_for_the_rest():
