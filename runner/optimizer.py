@@ -11,14 +11,14 @@ from typing import Annotated, Any, ClassVar, NamedTuple
 
 import torch
 
-from runner.config.errors import check, did_you_mean, errors_under
+from runner.config.errors import ConfigError, check, did_you_mean, errors_under
 from runner.config.limits import Fraction, Range
 from runner.config.name_patterns import matching, names_to_match
 from runner.config.options import option_contents
 from runner.config.schema import checked_values, load_class, option_fields, typed_values
 from runner.models.depth import Layers, layers_of
 from runner.schedule import Schedule, of_option
-from runner.torch_optimizer import arguments_of, can_fuse, check_accepted, joined, of_torch, schema_of
+from runner.torch_optimizer import OF_ALL, arguments_of, can_fuse, check_accepted, joined, of_torch, schema_of
 
 log = logging.getLogger(__name__)
 
@@ -107,13 +107,21 @@ class Optimizer(ABC):
             named = {"name": given.pop("name")} if "name" in given else {}
             if (option := given.pop("optimizer", None)) is not None:
                 known = option_contents("optimizer")
-                why, remedy = "there is no such optimizer;", did_you_mean(str(option), known)
+                of_torch_only = f"{{optimizer: torch, name: {option}}}" if hasattr(torch.optim, str(option)) else ""
+                why, remedy = "there is no such optimizer;", of_torch_only or did_you_mean(str(option), known)
                 check(option in known, "optimizer", option, why, remedy)
                 cls: Any = load_class(known[option]["_target_"], Optimizer)
                 values = {name: value for name, value in known[option].items() if name != "_target_"}
                 part = cls(**typed_values(cls, values | named | {"fused": self.fused, "decay_norms": self.decay_norms}))
             elif named:
+                why, remedy = (
+                    f"{type(self).__name__} has no such option",
+                    "{optimizer: torch, name: Adagrad}, for example",
+                )
+                check("name" in option_fields(type(self)), "name", named["name"], why, remedy)
                 part = replace(part, options=None, **checked_values(type(part), named))
+            for name in sorted(given.keys() & {*OF_ALL}):
+                raise ConfigError(name, given[name], "it is an option of the whole optimizer", f"optimizer.{name}=…")
             betas, options = given.get("betas"), option_fields(type(part))
             if (
                 "beta1" in options

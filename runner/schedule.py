@@ -213,7 +213,7 @@ def of_option(given: Any) -> Schedule:
         ConfigError: if it is none, or one that depends on evaluations.
     """
     node = dict(given) if isinstance(given, Mapping) else {"name": given}
-    name, known = str(node.pop("name", "")), option_contents("schedule")
+    name, known = str(node.pop("name", None) or ""), option_contents("schedule")
     example = "for example constant, or {name: cosine, warmup: 0.1}"
     check(bool(name), "schedule", given, "it has no name", example)
     check(name in known, "schedule", name, "there is no such schedule;", did_you_mean(name, known))

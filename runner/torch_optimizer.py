@@ -14,8 +14,12 @@ import torch
 from runner.config.errors import ABSENT, check
 from runner.config.schema import field_types, option_fields
 
-_OF_ALL = ("fused", "groups", "layer_decay", "decay_norms")
+OF_ALL = ("fused", "groups", "layer_decay", "decay_norms")
 """Options that a group cannot have by itself."""
+
+
+_IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
+"""Arguments that say how a class computes: `optimizer.fused` and `compile=step` choose them."""
 
 
 def arguments_of(kind: str) -> Mapping[str, inspect.Parameter]:
@@ -29,8 +33,8 @@ def schema_of(cls: type, kinds: tuple[str, ...], in_group: bool = True) -> type:
 
     With `in_group`, it also has those of the options that a group may set.
     """
-    hints = {name: hint for name, hint in field_types(cls).items() if name not in _OF_ALL} if in_group else {}
-    others = {*option_fields(cls), "params", "foreach"} | ({"betas"} if "beta1" in option_fields(cls) else set())
+    hints = {name: hint for name, hint in field_types(cls).items() if name not in OF_ALL} if in_group else {}
+    others = {*option_fields(cls), "params", *_IMPLEMENTATION} | ({"betas"} if "beta1" in option_fields(cls) else set())
     for name, parameter in [each for kind in kinds for each in arguments_of(kind).items()]:
         if name not in others:
             of_default = type(parameter.default)

@@ -275,6 +275,7 @@ def test_groups_may_have_schedules_of_their_own():
 @pytest.mark.cases(
     ("cosin", "", "did you mean cosine"),
     ({"warmup": 5}, "", "for example constant"),
+    (None, "", "for example constant"),
     ({"name": "cosine", "warmup": 1}, ".warmup", "schedule.warmup=500"),
     ({"name": "cosine", "finale": 0}, ".finale", "did you mean final"),
     ("plateau", "", "schedule=plateau"),
