@@ -87,4 +87,16 @@ def _compared(key: str, saved: Mapping[str, Any], now: Mapping[str, Any]) -> Ite
             is_same_run = full in _HOW or (name in free and full not in _DISTINCT)
             if then.get(name) != today.get(name) and not is_same_run:
                 may_change = name in free and not (full in _AT_THE_START and today.get(name))
-                yield Difference(full, then.get(name), today.get(name), key in _ESSENTIAL and not may_change)
+                is_kind = key == "optimizer" and _kinds(then).get(name) != _kinds(today).get(name)
+                is_essential = is_kind or (key in _ESSENTIAL and not may_change)
+                yield Difference(full, then.get(name), today.get(name), is_essential)
+
+
+def _kinds(optimizer: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what of the options `name` and `groups` decides on the classes of `torch.optim`, and so on their state."""
+    named = {
+        pattern: [group.get(key) for key in ("optimizer", "name")]
+        for pattern, group in (optimizer.get("groups") or {}).items()
+        if isinstance(group, Mapping) and {"optimizer", "name"} & {*group}
+    }
+    return {"name": optimizer.get("name"), "groups": named}

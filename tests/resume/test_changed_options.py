@@ -33,6 +33,7 @@ def test_a_run_that_was_saved_before_there_were_repeats_is_the_first_one():
     ("steps=7", ("steps", None, 7)),
     ("epochs=3", ("epochs", 20, 3)),
     ("optimizer.lr=0.5", ("optimizer.lr", 0.05, 0.5)),
+    ("optimizer.groups={head:{lr:0.1}}", ("optimizer.groups", None, {"head": {"lr": 0.1}})),
     ("schedule=cosine", ("schedule", "onecycle", "cosine")),
     ("ema.decay=0.9", ("ema.decay", None, 0.9)),
     ("precision=bf16", ("precision", "32", "bf16")),
@@ -55,6 +56,7 @@ def test_what_is_computed_makes_another_run_which_can_be_continued_if_it_is_name
     ("model.weights=a.pt", "model.weights: None ", "a.pt "),
     ("data.size=16", "data.size: 8 ", "16 "),
     ("optimizer=adam", "optimizer: sgd ", "adam "),
+    ("optimizer.groups={head:{optimizer:adamw}}", "optimizer.groups: None ", "{'head': {'optimizer': 'adamw'}} "),
     ("workload.label_smoothing=0.1", "workload.label_smoothing: 0.0 ", "0.1 "),
 )
 def test_seed_batch_size_model_data_and_optimizer_cannot_change(change, then, now):
