@@ -57,7 +57,7 @@ bench: .venv/bench
 	@for python in $(BIN) .venv/integrations/bin; do \
 		$$python/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; done | \
 		{ read -r shared && read -r own && echo "$$shared" > "$$own/shared.pth"; }
-	@.venv/integrations/bin/python -m pip install --quiet --disable-pip-version-check --prefer-binary onnxruntime \
+	@.venv/integrations/bin/python -m pip install --quiet --disable-pip-version-check --prefer-binary onnxruntime transformers datasets \
 		$$(grep -E '^(torch|torchvision|numpy)==' constraints.txt) \
 		-e '.[test,ray,mlflow,wandb,trackio,export,timm,box2d,render,atari,minatar,images]'
 	@touch $@
