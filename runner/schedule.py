@@ -198,7 +198,9 @@ def with_function(schedule: Schedule) -> Schedule:
     Raises:
         ConfigError: if it is not a function of (step, num_steps), or another schedule is chosen, too.
     """
-    function = user_code.function_of("schedule", ("step", "num_steps"), "return factor; or type schedule=cosine, …")
+    function = user_code.function_of(
+        "schedule", ("step", "num_steps"), "return factor; another name, such as _schedule, if it is a helper"
+    )
     if function is None:
         return schedule
     why, remedy = f"code gives a schedule, too{user_code.place(function)}", "leave out schedule=…, or that function"

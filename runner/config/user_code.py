@@ -319,7 +319,8 @@ def function_of(name: str, arguments: Sequence[str], body: str) -> Callable[...,
     try:
         inspect.signature(function).bind(*arguments)
     except (TypeError, ValueError):  # ValueError: of a function in C, whose arguments are not known
-        why, remedy = "it is not a function of these arguments", f"def {name}({', '.join(arguments)}): {body}"
+        why = f"it is not a function of these arguments{place(function)}"
+        remedy = f"def {name}({', '.join(arguments)}): {body}"
         raise ConfigError(name, _name(function), why, remedy) from None
     return function
 
