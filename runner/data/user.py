@@ -22,7 +22,8 @@ from runner.data.forms import Arrays, class_names, data_set, is_pair, with_colum
 from runner.data.generators import generators_of
 from runner.data.image_files import to_device
 from runner.data.memory import ArraySamples
-from runner.data.stream import Reader, StreamSamples
+from runner.data.stream import StreamSamples
+from runner.data.stream_reader import Reader
 from runner.data.workers import Workers, call_shared
 from runner.seeds import derive, seeded
 from runner.system.trees import Tree, leaves_of

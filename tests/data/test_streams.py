@@ -12,7 +12,7 @@ import pytest
 import torch
 from helpers.command import ROOT
 from helpers.plain_loop import largest_difference, weights_at
-from helpers.streams import COUNT, KINDS, Late, Rows, Stateful, network, plain_weights, samples
+from helpers.streams import COUNT, KINDS, Rows, Stateful, network, plain_weights, samples
 from torch.utils.data import IterableDataset, get_worker_info
 
 import runner
@@ -88,31 +88,47 @@ def test_an_evaluation_that_does_not_end_says_what_ends_it(monkeypatch, caplog):
     assert "data.eval_samples=N" in caplog.messages[-1]
 
 
-def test_a_stream_whose_state_is_used_does_not_read_the_samples_before_again(caplog):
+@pytest.mark.parametrize(("kind", "workers"), [("Stateful", 0), ("Stateful", 1), ("Shuffled", 0)])
+def test_a_stream_goes_on_by_its_state_if_that_is_exact(kind, workers, caplog, monkeypatch):
     caplog.set_level(logging.INFO)
-    train, _ = loaded(Stateful())
-    batches = train.batches(Plan(12).stream(0), 0, CPU)
-    wanted = [next(batches) for _ in range(5)][3:]
-    batches = train.batches(Plan(12).stream(0), 0, CPU)
-    for _ in range(3):
-        next(batches)
-    state = train.state()
-    again, _ = loaded(Stateful())
-    again.load_state(state)
-    Stateful.num_read = 0
-    assert joined(first_batches(again, Plan(12), 2, after_step=3)).equal(joined(wanted))
-    assert Stateful.num_read == 24
-    assert "data: the stream goes on after sample 36, by its load_state_dict" in caplog.messages
+    monkeypatch.setattr("runner.data.stream_reader._DISTANCE", 24)
+    train, _ = loaded(KINDS[kind](), workers=workers)
+    wanted = first_batches(train, Plan(12), 9)
+    for step in (0, 1, 3, 5, 8) if workers else range(9):
+        batches = train.batches(Plan(12).stream(0), 0, CPU)
+        for _ in range(step):
+            next(batches)
+        state = train.state() if step else {}
+        again, _ = loaded(KINDS[kind](), workers=workers)
+        again.load_state(state)
+        Stateful.num_read = 0
+        caplog.clear()
+        assert joined(first_batches(again, Plan(12), 1, after_step=step)).equal(wanted[step].inputs)
+        if kind == "Stateful" and step >= 3:
+            assert "by its load_state_dict" in caplog.messages[0]
+            assert workers or Stateful.num_read <= 24 + 12 + 12 + 12
+        elif step:
+            assert f"data: {12 * step} samples of the stream are skipped" in caplog.messages[0]
+        train.close()
+        again.close()
 
 
-def test_what_the_state_of_a_stream_cannot_do_is_said_before_the_first_step(caplog):
+@pytest.mark.parametrize(("kind", "why"), [("Late", "it yields others"), ("Fussy", "it raises KeyError")])
+def test_a_state_that_does_not_help_is_said(kind, why, caplog):
     caplog.set_level(logging.INFO)
-    train, _ = loaded(Late())
-    assert caplog.messages[-1] == (
-        "data: a resume will skip samples of Late, as it does not go on there after load_state_dict(state_dict())"
-    )
-    first_batches(train, Plan(12), 2)
+    train, _ = loaded(KINDS[kind]())
+    wanted = first_batches(train, Plan(12), 5)
+    again, _ = loaded(KINDS[kind]())
+    again.load_state(train.state())
+    assert joined(first_batches(again, Plan(12), 1, after_step=4)).equal(wanted[4].inputs)
+    assert f"data: 48 samples of the stream are skipped, as {why}" in " ".join(caplog.messages)
+
+
+def test_a_state_that_no_checkpoint_holds_is_said(caplog):
+    train, _ = loaded(KINDS["Unsaved"]())
+    first_batches(train, Plan(12), 5)
     assert train.state() == {}
+    assert "a checkpoint does not hold what its state_dict returns" in caplog.messages[0]
 
 
 def test_samples_that_are_skipped_and_a_stream_that_begins_anew_are_said(caplog, monkeypatch):

@@ -82,6 +82,27 @@ class Unsaved(Stateful):
         return {"at": np.int64(self.at)}
 
 
+class Fussy(Stateful):
+    """Takes no state of its own."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.start = state["position"]
+
+
+class Shuffled(Stateful):
+    """Loses what is in its buffer when it goes on, as that of a library does: later samples are others."""
+
+    def __iter__(self) -> Iterator[Any]:
+        buffer: list[Any] = []
+        for sample in super().__iter__():
+            buffer.append(sample)
+            if len(buffer) == 10:
+                random.shuffle(buffer)
+                yield from buffer[5:]
+                buffer = buffer[:5]
+        yield from buffer
+
+
 class Turns(IterableDataset):
     """Inputs and targets in one buffer, which it fills anew for each sample."""
 
@@ -94,7 +115,7 @@ class Turns(IterableDataset):
             yield memory.copy_(inputs), target
 
 
-KINDS = {kind.__name__: kind for kind in (Rows, Noisy, Stateful, Late, Unsaved, Turns)}
+KINDS = {kind.__name__: kind for kind in (Rows, Noisy, Stateful, Late, Unsaved, Fussy, Shuffled, Turns)}
 
 
 def network() -> torch.nn.Module:
