@@ -162,7 +162,7 @@ class Step(Schedule):
 
 
 _MAX_TRIED = 1000
-"""The number of steps for which a function of the user's is tried before the first one."""
+"""The number of steps, besides the last one, for which a function of the user's is tried before the first one."""
 
 
 @dataclass
@@ -182,7 +182,7 @@ class Function(Schedule):
     def check_length(self, num_steps: int) -> None:
         super().check_length(num_steps)
         count = num_steps - self.num_warmup(num_steps)
-        steps = range(0, count, max(1, count // _MAX_TRIED))
+        steps = sorted({*range(0, count, math.ceil(count / _MAX_TRIED) or 1), *range(count)[-1:]})
         factors, again = ([self.after_warmup(step, count) for step in order] for order in (steps, reversed(steps)))
         where = user_code.place(self.function)
         for step, factor, other in zip(steps, factors, reversed(again), strict=True):

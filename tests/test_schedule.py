@@ -242,6 +242,11 @@ def test_a_function_that_is_no_schedule_is_refused_before_the_first_step(functio
     assert why in refused.value.why
 
 
+def test_a_function_is_tried_for_the_last_step_of_a_long_run():
+    with given(lambda step, num_steps: 1 / (num_steps - 1 - step)), pytest.raises(ConfigError, match="ZeroDivision"):
+        with_function(Schedule()).check_length(123_457)
+
+
 def test_a_function_beside_another_schedule_is_refused():
     with given(lambda step, num_steps: 1.0), pytest.raises(ConfigError, match="schedule: got 'cosine': code gives a"):
         with_function(Cosine())
