@@ -137,6 +137,8 @@ def prepare(run: Run, session: Session, directory: Path, with_table: bool = Fals
     Raises:
         ConfigError: as in `initial_state` and `State.resume`.
     """
+    if user_code.given().names():
+        session.check_same_samples()
     state = initial_state(run, session, directory, with_table)
     state.resume()
     return state

@@ -5,16 +5,17 @@ import inspect
 import tarfile
 
 from datasets import Dataset
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import BertConfig, BertForSequenceClassification, DataCollatorWithPadding, PreTrainedTokenizerFast
 
 MODULES = argparse, tarfile
 LINES = [(line, number) for number, module in enumerate(MODULES) for line in inspect.getsource(module).splitlines()]
 TEXTS, LABELS = zip(*[(line, number) for line, number in LINES if line.strip()], strict=True)
 
-words = Tokenizer(models.WordLevel(unk_token="[UNK]"))
-words.pre_tokenizer = pre_tokenizers.Whitespace()
-words.train_from_iterator(TEXTS, trainers.WordLevelTrainer(vocab_size=1000, special_tokens=["[PAD]", "[UNK]"]))
+VOCABULARY = ["[PAD]", "[UNK]", *sorted({word for text in TEXTS for word in text.split()})]  # in the same order always
+
+words = Tokenizer(models.WordLevel({word: index for index, word in enumerate(VOCABULARY)}, unk_token="[UNK]"))
+words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
 tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="[PAD]", unk_token="[UNK]")
 
 

@@ -4,14 +4,15 @@ import argparse
 import inspect
 
 from datasets import Dataset
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import DataCollatorForLanguageModeling, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 TEXTS = [line for line in inspect.getsource(argparse).splitlines() if len(line.split()) > 1]
 
-words = Tokenizer(models.WordLevel(unk_token="[UNK]"))
-words.pre_tokenizer = pre_tokenizers.Whitespace()
-words.train_from_iterator(TEXTS, trainers.WordLevelTrainer(vocab_size=1000, special_tokens=["[PAD]", "[UNK]"]))
+VOCABULARY = ["[PAD]", "[UNK]", *sorted({word for text in TEXTS for word in text.split()})]  # in the same order always
+
+words = Tokenizer(models.WordLevel({word: index for index, word in enumerate(VOCABULARY)}, unk_token="[UNK]"))
+words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
 tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="[PAD]", unk_token="[UNK]")
 
 

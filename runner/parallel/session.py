@@ -10,6 +10,8 @@ from typing import Any
 import torch
 
 from runner.batching import Plan
+from runner.config import user_code
+from runner.config.errors import ABSENT, check
 from runner.parallel.collectives import Collectives
 from runner.parallel.compiling import compile_whole
 from runner.precision import Precision
@@ -72,6 +74,14 @@ class Session:
         if self.compile == "step" and self.device.type != "cpu":
             network = compile_whole(model, self.device)
         return self.workload.batches(network, self.plan, after_step, self.device)
+
+    def check_same_samples(self) -> None:
+        """Raise a `ConfigError`, on every rank, if a process has other samples than the first; called on every rank."""
+        first, *others = self.collectives.all_gather(self.workload.samples_identity())
+        for rank, other in enumerate(others, start=1):
+            why = f"process {rank} has other samples than process 0: what the code returns depends on the process"
+            remedy = "seed what it draws, and let no order depend on a set or on the names of files as they are found"
+            check(other == first, "data", user_code.given().names().get("data", ABSENT), why, remedy)
 
     def is_due(self, every: int, step: int) -> bool:
         """Return whether an action that is due every so many steps is due in the iteration that ends with `step`.

@@ -8,13 +8,16 @@ import torch
 from helpers.command import ROOT
 from helpers.compose import compose_config
 from helpers.extras import require
-from helpers.plain_loop import largest_difference, weights_at
+from helpers.plain_loop import weights_at
 from helpers.strange_networks import PLAIN, trained_with
 
 from runner.config import user_code
 from runner.seeds import derive
 
 STEPS, BATCH = 3, 16
+LIMITS = {"bert": 1e-12, "gpt2": 1e-7}
+"""Transformers computes the loss of a language model in float32, whatever the network's dtype."""
+
 MODES = ("parallel=single", "parallel=ddp", "parallel=fsdp accumulation=2")
 
 
@@ -44,7 +47,9 @@ def test_a_network_of_transformers_trains_as_in_a_plain_loop(name, ranks, tmp_pa
         directory.mkdir()
         result: Any = train(file, mode, ranks, directory)
         assert not isinstance(result, str), result
-        assert largest_difference(weights_at(directory, STEPS), expected) < 1e-12
+        weights = weights_at(directory, STEPS)
+        # Not relative: the gradient of the keys' biases is zero but for rounding.
+        assert max(float((weights[key] - expected[key]).abs().max()) for key in weights) < LIMITS[name]
 
 
 def train(file: Path, mode: str, ranks: Any, directory: Path) -> Any:
