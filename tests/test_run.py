@@ -66,7 +66,7 @@ def test_a_workload_without_epochs_needs_steps():
     run = dataclasses.replace(compose.build_composed_run(*compose.TINY_CPU), workload=endless(None))
     with pytest.raises(ConfigError) as refusal:
         compose.prepare_session(run)
-    assert (refusal.value.key, refusal.value.got) == ("epochs", run.epochs)
+    assert (refusal.value.key, refusal.value.got) == ("steps", None)
     assert "steps=N" in refusal.value.remedy
     session = compose.prepare_session(dataclasses.replace(run, steps=205))
     every = (session.num_steps, session.eval_every, session.save_every)

@@ -9,7 +9,18 @@ import pytest
 import torch
 from helpers.events import scalar_curves
 from helpers.plain_loop import largest_difference, weights_at
-from helpers.steps import CASES, CLASSES, INPUTS, OPTIONS, STEPS, config_of, parts_of, plain, trained
+from helpers.steps import (
+    CASES,
+    CLASSES,
+    INPUTS,
+    OPTIONS,
+    STEPS,
+    config_of,
+    parts_of,
+    plain,
+    trained,
+    trained_on_samples_of_rank,
+)
 from torch import nn
 
 import runner
@@ -166,3 +177,9 @@ def test_a_mode_that_needs_outputs_and_a_loss_says_so(mode, message, tmp_path):
     with pytest.raises(ConfigError) as refused:
         runner.train(words, **parts_of("gan"))
     assert message in str(refused.value)
+
+
+def test_processes_whose_code_returns_other_samples_are_refused(ranks, tmp_path):
+    """As where an order depends on the hashes of a process."""
+    found = ranks(2).call_on_all(trained_on_samples_of_rank, config_of("parts", *OPTIONS, "parallel=ddp"), tmp_path)
+    assert all("process 1 has other samples than process 0" in each for each in found), found
