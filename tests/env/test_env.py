@@ -66,6 +66,20 @@ def test_vector_environments_step_and_reset_like_single_ones(vectorization):
     assert min(resets, ends, cuts) > 0
 
 
+@pytest.mark.parametrize("vectorization", ["auto", "sync"])
+@pytest.mark.parametrize("before", [3, 5])
+def test_a_reset_of_all_environments_begins_whole_episodes(before, vectorization):
+    """Also if it comes in the middle of an episode, or when episodes have ended and the next step would reset them."""
+    env = prepared("CartPole-v1", vectorization=vectorization, max_episode_steps=5)
+    with env.vector(2) as vector:
+        for seed, count in ((1, before), (2, 6)):
+            vector.reset(seed)
+            steps = [vector.step(np.zeros(2, np.int64)) for _ in range(count)]
+    assert [each.taken.tolist() for each in steps] == [[True] * 2] * 5 + [[False] * 2]
+    assert [each.truncated.tolist() for each in steps] == [[False] * 2] * 4 + [[True] * 2] + [[False] * 2]
+    assert [each.rewards.tolist() for each in steps] == [[1.0] * 2] * 5 + [[0.0] * 2]
+
+
 @pytest.mark.parametrize("id", ["CartPole-v1", "Acrobot-v1", "MountainCar-v0", "FrozenLake-v1", "Taxi-v4"])
 @pytest.mark.parametrize("vectorization", ["auto", "sync"])
 def test_a_restored_state_continues_bitwise(id, vectorization, tmp_path):

@@ -1,5 +1,6 @@
 """Tests of searches: which trials run, what the study records, and that a killed search loses nothing."""
 
+import itertools
 import json
 import math
 import shutil
@@ -10,8 +11,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import optuna
 import pytest
 from helpers.fake_pool import FakePool
+from optuna.storages.journal import JournalFileBackend, JournalStorage
 
 from runner.config.errors import ConfigError
 from runner.storage.ledger_file import read_ledger
@@ -239,6 +242,17 @@ def test_failed_trials_have_no_value_and_an_interrupted_one_is_resumed(tmp_path)
     assert [state for state, _, _ in study(source)][3:] == ["COMPLETE", "COMPLETE"]
 
 
+def test_a_search_that_a_failure_has_stopped_goes_on_with_all_other_trials(tmp_path):
+    options = Local(search="random", trials=6, fail_fast=True)
+    source, first, codes = searched(tmp_path, options, slots=3, codes={1: [1]})
+    assert (first.started, codes) == ([0, 1, 2, 3], [0, 1, 75, 75]), "two were running, and two had not begun"
+    assert [state for state, _, _ in study(source)] == ["COMPLETE", "FAIL", "RUNNING", "RUNNING"]
+    source, second, codes = searched(tmp_path, options, slots=3)
+    assert (second.started, codes) == ([2, 3, 4, 5], [0] * 4)
+    assert [second.overrides[number] for number in (2, 3)] == [first.overrides[number] for number in (2, 3)]
+    assert [state for state, _, _ in study(source)] == ["COMPLETE", "FAIL", *["COMPLETE"] * 4]
+
+
 class SimulatedKill(BaseException):
     """Raised at a write of the ledger or the study, to end the command as SIGKILL would."""
 
@@ -258,8 +272,6 @@ class Writes:
 
 @pytest.fixture
 def writes(monkeypatch) -> Writes:
-    from optuna.storages.journal import JournalFileBackend
-
     from runner.sweeps import ledger
 
     writes, write_text, append_logs = Writes(), ledger.write_text, JournalFileBackend.append_logs
@@ -382,6 +394,23 @@ def test_a_search_of_a_finite_space_tries_each_combination_once(search, slots, k
         assert len(source) == min(trials, 21)
     assert len(tried) == len(wanted) == 21
     assert set(tried) == wanted
+
+
+@pytest.mark.parametrize("search", ["tpe", "random"])
+def test_lists_and_dictionaries_are_tried_as_typed_and_read_from_the_study_by_everybody(search, tmp_path):
+    layers = Dimension("model.layers", ("model.layers",), [[f"model.layers={x}"] for x in ("[8]", "[8,16]", "null")])
+    data = Dimension("+data", ("data",), [["+data={size:8}"], ["+data={size:9,inputs:[a,b]}"]])
+    what, tried = space(RATE, OPTIMIZER, layers, data), []
+    for trials in (12, 24):  # the second command continues the study of the first
+        source, pool, _ = searched(tmp_path, Local(search=search, trials=trials), what)
+        tried += [tuple(sorted(words)) for words in pool.overrides.values()]
+    every = itertools.product(*(each.choices for each in (data, RATE, layers, OPTIMIZER)))
+    assert sorted(tried) == sorted(tuple(sorted(itertools.chain(*words))) for words in every)
+    backend = JournalFileBackend(str(source._ledger.path / STUDY))
+    read = optuna.load_study(study_name="sweep", storage=JournalStorage(backend))
+    [(best, _)] = source.best()
+    assert sorted(read.best_trial.params.values()) == sorted(best)
+    assert [sorted(each.params.values()) for each in read.trials] == [[*words] for words in tried]
 
 
 def test_halving_stops_worse_trials_and_completes_the_best(tmp_path):

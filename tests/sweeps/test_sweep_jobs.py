@@ -58,6 +58,8 @@ def test_pairs_that_are_typed_count_and_not_those_of_an_option_file(tmp_path):
     ("optimizer.lr=sort(range(0.1,0.4,0.1),reverse=true)", [0.3, 0.2, 0.1]),
     ("optimizer.lr=float(range(1,4))", [1.0, 2.0, 3.0]),
     ("seed=sort(range(1,10,4),reverse=true)", [9, 5, 1]),
+    ("seed=sort(range(7,0,-3))", [1, 4, 7]),
+    ("optimizer.lr=sort(range(1.3,0,-0.5))", [0.3, 0.8, 1.3]),  # -0.2 would be the next one
     ("seed=range(3)", [0, 1, 2]),
     ("accumulation=range(1,3)", ["'1'", "'2'"]),
     ("accumulation=choice(1,2)", ["'1'", "'2'"]),
