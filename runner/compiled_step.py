@@ -96,8 +96,8 @@ class CompiledStep:
                 else:
                     sums = self._add(batch, micro.weight)
                     count = count + sums[1, 0]
-            state.add_metrics(state.phases[0], sums if on_cpu else sums.clone())
-        state.end_phase(state.phases[0], min(step.local, step.number))
+            state.step_metrics.add(state.phases[0], sums if on_cpu else sums.clone())
+        state.step_metrics.end_phase(state.phases[0], min(step.local, step.number))
         if step.micro_batches:
             run.workload.after_step(state.model, step.local)
         state.step = step.number

@@ -22,6 +22,7 @@ from runner.device import flops_per_second
 from runner.parallel import full_state
 from runner.parallel.modules import Modules
 from runner.parallel.session import Session
+from runner.parallel.step_metrics import StepMetrics
 from runner.result import Result
 from runner.run import Run, config_hash
 from runner.seeds import random_states, set_random_states
@@ -33,7 +34,7 @@ from runner.storage.saved_run import config_text, named_checkpoint
 from runner.storage.signature import saved_signature, signature_text
 from runner.storage.value_checks import CONTENT_ERRORS, TensorSpec, check_like
 from runner.system import memory, torch_errors
-from runner.tracking.metrics import BatchSums, DivergedError, MetricBuffer, StepTimer, quantiles
+from runner.tracking.metrics import BatchSums, DivergedError, StepTimer, quantiles
 from runner.workloads.base import Workload, check_metrics
 from runner.workloads.phases import Phase
 
@@ -76,9 +77,7 @@ class State:
         has_target = type(run.workload).after_step is not Workload.after_step
         self.weights_are_followed = has_target or run.ema.decay is not None
         self.phases = run.workload.phases(model)
-        names = {each.name: each.prefixed(run.workload.train_metrics) for each in self.phases}
-        self._buffers = {phase: MetricBuffer(metrics, session.device) for phase, metrics in names.items()}
-        self._has_own_count: dict[str, bool] = {}  # of the loss of each phase, once all ranks have agreed on it
+        self.step_metrics = StepMetrics(self.phases, session)
         self.step_timer = StepTimer(session.devices)
         self.metrics: dict[str, float] = {}
         self.best: dict[str, Any] = {}
@@ -215,13 +214,10 @@ class State:
     def _load(self, checkpoint: Checkpoint) -> None:
         run, devices = self.run, self.session.devices
         shared, local = checkpoint.state, checkpoint.local
-        form = run.workload.loss_form
-        num_metrics = None if form is None else len(form[0])
-        of_phase = TensorSpec(torch.float64, (None, 2, num_metrics))
-        window: Any = {each.name: of_phase for each in self.phases}.get("", {str: of_phase})
+        window = self.step_metrics.form()
         like = {"optimizer": {str: dict}, "precision": dict, "window": window, "num_steps": int}
         if "logged" in shared:  # in an older one, whose sums have no counts
-            like |= {"window": TensorSpec(torch.float32, (None, num_metrics)), "logged": int}
+            like |= {"window": TensorSpec(torch.float32, (None, None)), "logged": int}
         like |= {"metrics": {str: float}, "best": dict, "stop": dict}
         is_older = not {"buffers", "replicas"} & local.keys()  # without the state of a loss, `random` and NumPy
         like |= {"loss": [dict]} if "loss" in shared or not is_older else {}
@@ -247,9 +243,7 @@ class State:
         if "logged" in shared:
             num_samples = (self.step - shared["logged"]) * run.batch_size
             window = torch.stack((window, torch.full_like(window, num_samples / max(1, len(window)))), 1)
-        for name, rows in (window if isinstance(window, dict) else {"": window}).items():
-            if name in self._buffers:  # the phases may be others than before
-                self._buffers[name].load(self.session.collectives.local_share(rows), self.step)
+        self.step_metrics.load(window, self.step)
         run.parallel.load_local_state(self.model, self.optimizer, local.get("parallel", {}))
         if run.ema.decay and local.get("ema"):
             run.parallel.load_local_state(self.model, self.average.optimizer, local["ema"])
@@ -274,7 +268,7 @@ class State:
             StorageError: if the previous checkpoint could not be written, or the new directory cannot be created.
         """
         run, collectives, device = self.run, self.session.collectives, self.session.device
-        rows = self.peek_metrics()
+        window = self.step_metrics.window()
         collect = partial(run.parallel.full_state, self.model)
         own = self.modules.of_rank()
         with self.modules.synchronized():
@@ -293,7 +287,7 @@ class State:
         shared = {
             "optimizer": optimizer_state,
             "precision": run.precision.state_dict(),
-            "window": rows.get("", rows),
+            "window": window,
             "metrics": {tag: value for tag, value in self.metrics.items() if math.isfinite(value)},
             "best": dict(self.best),
             "num_steps": self.session.num_steps,
@@ -327,55 +321,12 @@ class State:
             if step.number % phase.every == 0:
                 yield phase, map(copied, of_step)
 
-    def add_metrics(self, phase: Phase, sums: BatchSums | None) -> None:
-        """Add the metric sums of a micro-batch of `phase`, if this rank has some."""
-        self._buffers[phase.name].add(sums)
-
-    def peek_metrics(self) -> dict[str, torch.Tensor]:
-        """Return the metric sums since the last log of each phase by name, as `MetricBuffer.peek`; on every rank.
-
-        Raises:
-            DivergedError: if one is not finite.
-        """
-        return {phase: each.peek(self.session.collectives.all_reduce) for phase, each in self._buffers.items()}
-
-    def flush_metrics(self) -> dict[str, float]:
-        """Return a dict from the tag of each training metric to its mean since the last log, and empty the buffers.
-
-        The loss of several phases is the sum of theirs, if each was due.
-
-        Raises:
-            DivergedError: if a metric is not finite.
-        """
-        means: dict[str, float] = {}
-        for buffer in self._buffers.values():
-            means |= buffer.flush(self.session.collectives.all_reduce)
-        losses = [each.names[0] for each in self._buffers.values()]
-        total = {"loss": sum(means[name] for name in losses)} if {*losses} <= means.keys() else {}
-        return {f"train/{name}": value for name, value in (total | means).items()}
-
-    def end_phase(self, phase: Phase, number: int) -> BatchSums:
-        """End the metric sums of `phase` of step `number`, and return those of this process, for `divide_gradients`.
-
-        Called on every rank, which learns in the first step what the loss returns, if another rank computes it.
-
-        Raises:
-            ConfigError: if the loss returns something else than before.
-        """
-        buffer = self._buffers[phase.name]
-        if phase.name not in self._has_own_count:
-            for form in self.session.collectives.all_gather(self.run.workload.loss_form):
-                if form is not None:
-                    names, self._has_own_count[phase.name] = form
-                    buffer.names = phase.prefixed(names)
-        return buffer.end_step(number)
-
     def divide_gradients(self, phase: Phase, sums: BatchSums) -> None:
         """Divide the gradients by the count of the loss, if that is another than the number of samples; on every rank.
 
         `sums` are those of `phase` on this process.
         """
-        if self._has_own_count.get(phase.name):
+        if self.step_metrics.has_own_count.get(phase.name):
             self.run.parallel.divide_gradients(self.model, sums[1, 0])
 
     def record_evaluation(self, metrics: dict[str, float]) -> bool:
@@ -390,7 +341,7 @@ class State:
         broken = [tag for tag in losses if not math.isfinite(metrics[tag])]
         if broken:
             # Raises DivergedError for the first training step since the last log that was not finite, if any.
-            self.peek_metrics()
+            self.step_metrics.peek()
             raise DivergedError(self.step, broken[0])
         self.metrics |= metrics
         self.stopping.evaluated(metrics, self.step)

@@ -10,9 +10,8 @@ import json
 import logging
 import math
 import shutil
-import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,24 +22,23 @@ from runner.batching import Step
 from runner.config import user_code
 from runner.config.errors import ConfigError, described
 from runner.device import oversubscription
+from runner.failures import save_diverged_batch, torch_refusals
 from runner.models.blocks import table_of
 from runner.optimizer import learning_rates
 from runner.parallel.buffers import with_own_memory
-from runner.parallel.collectives import Collectives, encode
+from runner.parallel.collectives import Collectives
 from runner.parallel.round_trip import check_dense, check_round_trip
 from runner.parallel.session import Session
 from runner.result import CrashedError, Result
 from runner.run import Run, build_run, describe_model
 from runner.seeds import derive, seed_all
 from runner.state import State
-from runner.storage.files import write_bytes
 from runner.storage.saved_run import config_yaml
 from runner.storage.signature import signature_to_resume
-from runner.system import memory, torch_errors, torch_private
+from runner.system import memory, torch_private
 from runner.system.provenance import environment
 from runner.system.section_timer import timer
 from runner.system.signals import StopRequest, is_of_signal
-from runner.system.trees import tensors_of
 from runner.tracking.log_file import LogFile
 from runner.tracking.metrics import DivergedError, in_words
 from runner.tracking.progress import Progress, progress_for
@@ -249,8 +247,9 @@ def train_step(state: State, batches: Iterator[Any], step: Step, log_due: bool) 
                     batch = next(of_phase)
                 with run.parallel.measured(micro):
                     sums = run.parallel.accumulate(model, batch, micro, log_due)
-                state.add_metrics(phase, sums)
-            sums = state.end_phase(phase, min(step.local, step.number))  # in the last round, `local` may be beyond it
+                state.step_metrics.add(phase, sums)
+            number = min(step.local, step.number)  # in the last round, `local` may be beyond the end
+            sums = state.step_metrics.end_phase(phase, number)
             with timer.section("optimizer"):
                 state.divide_gradients(phase, sums)
                 num_skipped = num_skipped if norms else run.precision.num_skipped()
@@ -278,7 +277,7 @@ def norm_of(norms: list[torch.Tensor | None]) -> torch.Tensor | None:
 def log_training(state: State, recorder: Recorder, progress: Progress, norm: torch.Tensor | None) -> None:
     """Log one point of every training curve; `norm` is the gradient norm of the last step."""
     run, step = state.run, state.step
-    means = state.flush_metrics()
+    means = state.step_metrics.flush()
     state.metrics |= means
     rates = state.step_timer.rates(state.session.plan.samples_per_round, state.flops_per_sample)
     progress.metrics(means | rates, step)
@@ -354,44 +353,3 @@ def introduce(state: State, recorder: Recorder) -> None:
         texts = {"network": state.model_table, "config": config, "environment": json.dumps(environment(), indent=2)}
         recorder.hyperparameters(run.config)  # first: if they have changed, a backend may begin another run
         recorder.texts(texts)
-
-
-def save_diverged_batch(session: Session, directory: Path, step: int) -> None:
-    """Save this process's batch of `step`, at which the run diverged, in `directory`, if it is still available."""
-    path = directory / f"diverged_step_{step:08d}_rank_{session.rank}.pt"
-    try:
-        batch = session.workload.diverged_batch(session.plan, step, session.device)
-        if batch is None:
-            return
-        # Not `torch.save` to the file: it raises its own errors, and leaves half of it.
-        write_bytes(path, encode({"step": step, **batch}))
-    except OSError as error:
-        log.error("the batch of step %d cannot be saved: %s", step, error)
-    else:
-        parts = {name: tensors_of(part) for name, part in batch.items()}
-        wrong = [name for name, tensors in parts.items() if not all(bool(each.isfinite().all()) for each in tensors)]
-        why = f"; its {' and '.join(wrong)} have values that are NaN or infinite" * bool(wrong)
-        log.error("the batch of step %d is in %s%s", step, path, why)
-
-
-@contextmanager
-def torch_refusals(run: Run) -> Iterator[None]:
-    """Raise a config error in place of an error in the context by which torch says that it cannot train the config."""
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("error", "Using a target size .* different")  # targets that would be broadcast
-            yield
-    except Exception as error:
-        if run.deterministic and (why := torch_errors.nondeterministic_operation(error)):
-            remedy = "set deterministic=false, or choose another model"
-            raise ConfigError("deterministic", True, why, remedy) from error
-        if run.compile and (refusal := torch_errors.compiler_refusal(error, run.compile == "step")):
-            raise ConfigError("compile", run.compile, *refusal) from error
-        if refusal := torch_errors.refusal(error):
-            raise ConfigError(*refusal) from error
-        if torch_errors.is_single_value_batch_norm(error):
-            why = "batch normalization would see one sample of one pixel, which has no variance"
-            larger = "more samples in one forward pass (batch_size, accumulation.steps, parallel.split_size)"
-            remedy = f"{larger}, larger images, or model.norm=group"
-            raise ConfigError("batch_size", run.batch_size, why, remedy) from error
-        raise

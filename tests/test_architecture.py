@@ -35,7 +35,7 @@ LAYERS = [
     ["runner.workloads"],
     ["runner.parallel"],
     ["runner.run"],
-    ["runner.state", "runner.resume"],
+    ["runner.state", "runner.resume", "runner.failures"],
     [("runner.training", "runner.compiled_step"), "runner.analysis"],
     ["runner.sweeps", "runner.planning", "runner.verification"],
     ["runner.api"],

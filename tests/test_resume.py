@@ -162,7 +162,7 @@ def test_metric_sums_not_logged_yet_are_restored_on_rank_0_only(tmp_path, caplog
         alone = prepare_session(run)
         with caplog.at_level(logging.INFO, logger="runner"):
             state = prepare(run, replace(alone, collectives=OneOfTwo(rank)), tmp_path)
-            state.peek_metrics()
+            state.step_metrics.peek()
         rows[rank] = state.session.collectives.reduced["train"]
     saved = torch.load(tmp_path / "checkpoints/step_00000005/state.pt", weights_only=True)["window"]
     assert saved.shape == (2, 2, 2)

@@ -19,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from runner.batching import Accumulation, Plan
 from runner.config.errors import check
 from runner.data.base import Samples
+from runner.failures import torch_refusals
 from runner.models.blocks import blocks_of
 from runner.models.layers import normalizes_batches
 from runner.parallel.base import Parallel
@@ -34,7 +35,7 @@ from runner.state import State
 from runner.system.fake_tensors import fake_process_group, fake_tensors
 from runner.system.trees import call, map_tensors, tensors_of
 from runner.tracking.log_file import quiet
-from runner.training import prepare, torch_refusals, train_step
+from runner.training import prepare, train_step
 from runner.workloads.base import Workload
 
 _TRACED = 3

@@ -18,13 +18,14 @@ from unittest.mock import patch
 from runner.config import packed_code
 from runner.config.errors import ConfigError
 from runner.device import synchronize
+from runner.failures import torch_refusals
 from runner.parallel.collectives import Collectives
 from runner.parallel.launch.supervisor import RankError
 from runner.result import Result
 from runner.run import build_run
 from runner.system import memory, torch_errors
 from runner.system.forkserver import become_command, start_server, without_main_module
-from runner.training import prepare, step_function, torch_refusals
+from runner.training import prepare, step_function
 
 BURST_SECONDS = 0.4
 """How long a burst should take, if a single step does not take longer."""

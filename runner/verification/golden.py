@@ -17,6 +17,7 @@ import torch
 
 from runner.config import user_code
 from runner.config.errors import ABSENT, check
+from runner.failures import torch_refusals
 from runner.parallel.collectives import Collectives
 from runner.run import Run, build_run
 from runner.storage.run_directory import ENVIRONMENT, read_environment
@@ -26,7 +27,7 @@ from runner.tracking.metrics import DivergedError
 from runner.tracking.progress import progress_for
 from runner.tracking.recorder import Recorder
 from runner.tracking.tensorboard import TensorBoard
-from runner.training import evaluate, initial_state, log_training, step_function, torch_refusals
+from runner.training import evaluate, initial_state, log_training, step_function
 from runner.verification.verdict import FLOAT32_ROUNDING, MARGIN, Outcome, Verdict
 
 Curves = Mapping[str, Mapping[int, float]]

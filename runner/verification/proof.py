@@ -25,6 +25,7 @@ from runner.config import user_code
 from runner.config.errors import ConfigError, described
 from runner.config.options import chosen_option
 from runner.config.schema import component_fields
+from runner.failures import torch_refusals
 from runner.model.networks import NamedModel
 from runner.parallel.attributes import plain_values_kept
 from runner.parallel.base import Parallel
@@ -38,7 +39,6 @@ from runner.seeds import random_states, set_random_states
 from runner.system import torch_errors
 from runner.tracking.log_file import quiet
 from runner.tracking.metrics import DivergedError
-from runner.training import torch_refusals
 from runner.verification.steps import Steps, record
 from runner.verification.verdict import (
     FLOAT32_ROUNDING,

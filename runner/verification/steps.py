@@ -23,6 +23,7 @@ from runner.config import user_code
 from runner.config.errors import ConfigError, check
 from runner.config.schema import component_fields
 from runner.data.base import copied, shard_bounds
+from runner.failures import torch_refusals
 from runner.models.layers import normalizes_batches
 from runner.parallel.collectives import Collectives
 from runner.parallel.full_state import full_tensor, local_part
@@ -35,7 +36,7 @@ from runner.state import State
 from runner.system.trees import leaves_of, rows_of, tensors_of
 from runner.tracking.log_file import quiet
 from runner.tracking.metrics import DivergedError, MetricSums
-from runner.training import prepare, step_function, torch_refusals
+from runner.training import prepare, step_function
 from runner.workloads.supervised import SupervisedWorkload
 
 Tensors = dict[str, torch.Tensor]
@@ -182,7 +183,7 @@ def record(
     call_other_hooks(state)
     losses: Tensors = {}
     for phase in state.phases:
-        rows = state.peek_metrics()[phase.name]
+        rows = state.step_metrics.peek()[phase.name]
         named = (
             f"{phase.name} {number}".strip() for number in range(phase.every, len(rows) * phase.every + 1, phase.every)
         )
