@@ -44,6 +44,8 @@ def torch_refusals(run: Run) -> Iterator[None]:
         with warnings.catch_warnings():
             warnings.filterwarnings("error", "Using a target size .* different")  # targets that would be broadcast
             yield
+    except ConfigError:
+        raise
     except Exception as error:
         if run.deterministic and (why := torch_errors.nondeterministic_operation(error)):
             remedy = "set deterministic=false, or choose another model"

@@ -9,21 +9,24 @@ from __future__ import annotations
 import hashlib
 import random
 import struct
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
 from runner.storage.value_checks import UnexpectedContentError
 from runner.system import accelerator
+from runner.system.generators import OwnGenerators as OwnGenerators
+from runner.system.generators import numpy_generator
+from runner.system.generators import seeded as seeded
 
 # The constants of SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, OOPSLA 2014) in
 # two's complement, because torch's int64 arithmetic wraps around.
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 _MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 _MIX_2 = 0x94D049BB133111EB - (1 << 64)
+
+
+_WORDS = 625  # of a Mersenne Twister: its key and the position in it
 
 
 def derive(seed: int, *path: int | str) -> int:
@@ -53,7 +56,7 @@ def random_states(devices: Sequence[torch.device]) -> dict[str, torch.Tensor]:
     states |= {name: accelerator.random_state(device) for name, device in _generator_names(devices).items()}
     _, words, normal = random.getstate()
     states["random"] = _packed(words, normal)
-    if numpy_random := _numpy_random():
+    if numpy_random := numpy_generator():
         _, key, position, has_normal, normal = numpy_random.get_state()
         states["numpy"] = _packed((*key.tolist(), position), normal if has_normal else None)
     return states
@@ -67,7 +70,7 @@ def set_random_states(state: dict[str, torch.Tensor], devices: Sequence[torch.de
             accelerator.set_random_state(device, state[name])
     if "random" in state:
         random.setstate((random.getstate()[0], *_unpacked(state["random"])))
-    if "numpy" in state and (numpy_random := _numpy_random()):
+    if "numpy" in state and (numpy_random := numpy_generator()):
         (*key, position), normal = _unpacked(state["numpy"])
         numpy_random.set_state(("MT19937", key, position, int(normal is not None), normal or 0.0))
 
@@ -76,58 +79,8 @@ def seed_all(seed: int) -> None:
     """Seed the default generators of torch on all devices, of `random`, and of NumPy."""
     torch.manual_seed(seed)
     random.seed(seed)
-    if numpy_random := _numpy_random():
+    if numpy_random := numpy_generator():
         numpy_random.seed(seed & 0xFFFFFFFF)
-
-
-class OwnGenerators:
-    """States of `random`, NumPy's generator and torch's on the CPU for code that draws from them beside other code."""
-
-    def __init__(self) -> None:
-        self._states = _host_states()
-
-    @contextmanager
-    def drawing(self, seed: int | None = None) -> Iterator[None]:
-        """A context in which the generators have these states, or begin with `seed`; then, they go on as before."""
-        before = _host_states()
-        try:
-            if seed is None:
-                _set_host_states(self._states)
-            else:
-                torch.default_generator.manual_seed(seed)
-                random.seed(seed)
-                if numpy_random := _numpy_random():
-                    numpy_random.seed(seed & 0xFFFFFFFF)
-            yield
-        finally:
-            self._states = _host_states()
-            _set_host_states(before)
-
-
-def seeded(seed: int) -> AbstractContextManager[None]:
-    """A context in which `random`, NumPy and torch on the CPU draw from `seed`; then, they go on as before."""
-    return OwnGenerators().drawing(seed)
-
-
-def _host_states() -> tuple[Any, ...]:
-    numpy_random = _numpy_random()  # not `random_states`, whose tensors have no values while a run is planned
-    return torch.get_rng_state(), random.getstate(), numpy_random and numpy_random.get_state()
-
-
-def _set_host_states(states: tuple[Any, ...]) -> None:
-    torch.set_rng_state(states[0])
-    random.setstate(states[1])
-    if states[2] and (numpy_random := _numpy_random()):
-        numpy_random.set_state(states[2])
-
-
-def _numpy_random() -> Any:
-    """Return `numpy.random`; None if NumPy is not imported, or the user has given it another kind of generator."""
-    found = getattr(sys.modules.get("numpy"), "random", None)
-    return found if found and found.get_state()[0] == "MT19937" else None
-
-
-_WORDS = 625  # of a Mersenne Twister: its key and the position in it
 
 
 def _packed(words: Sequence[int], normal: float | None) -> torch.Tensor:

@@ -27,7 +27,7 @@ from runner.models.blocks import table_of
 from runner.optimizer import learning_rates
 from runner.parallel.buffers import with_own_memory
 from runner.parallel.collectives import Collectives
-from runner.parallel.round_trip import check_dense, check_round_trip
+from runner.parallel.round_trip import check_dense, check_no_new_parameters, check_round_trip
 from runner.parallel.session import Session
 from runner.result import CrashedError, Result
 from runner.run import Run, build_run, describe_model
@@ -327,9 +327,11 @@ def try_evaluation(state: State) -> None:
     is_late = state.step == 0 and state.modules.begins_without_values
     if is_late and session.plan.splits_network:  # one process alone would fail
         return
+    before = {name for name, _ in state.model.named_parameters()}
     try:
         with few_samples, eager, state.modules.unchanged(), state.evaluating():
             state.run.parallel.evaluate(state.model)
+        check_no_new_parameters(state.model, before)
     except ConfigError:
         raise
     except Exception as error:

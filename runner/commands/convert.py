@@ -32,7 +32,7 @@ from runner.commands.arguments import Parser, command
 from runner.config import user_code
 from runner.config.errors import ABSENT, ConfigError, check
 from runner.config.overrides import text_override
-from runner.data.base import copied, shape_of
+from runner.data.base import Collated, copied, shape_of
 from runner.model.weights import read_weights
 from runner.precision import Double
 from runner.storage.checkpoint import SIGNATURE
@@ -153,7 +153,13 @@ def _export_program(run: SavedRun, step: int, path: Path, overrides: Sequence[st
         if not isinstance(workload, SampleWorkload):
             raise ConfigError("SOURCE", str(run.directory), why, remedy)
         workload.prepare()
-        batches = [next(workload.train.in_order(count, (0, 1), torch.device("cpu"))).inputs for count in (3, 1)]
+        found = [next(workload.train.in_order(count, (0, 1), torch.device("cpu"))) for count in (3, 1)]
+        why, remedy = (
+            "a step says what the network is called with, and not its data",
+            ".safetensors or .pt: the weights",
+        )
+        check(not isinstance(found[0], Collated), "DESTINATION", str(path), why, remedy)
+        batches = [each.inputs for each in found]
         workload.close()
         signature["inputs"] = shape_of(batches[0])
     remedy = "write the weights: .safetensors or .pt"

@@ -245,7 +245,7 @@ def check_unused(groups: Iterable[str], parts: Collection[str]) -> None:
     if (file := _given.files.get("workload")) is not None:
         values = vars(executed(file.path))
         given = {*values, *_given.objects, *_given.files, *(set(_GROUPS) - set(groups))}
-        missing = [part for part in PARTS if part not in given and part not in others]
+        missing = [part for part in PARTS if part not in given and (part not in others or part in STEPS)]
         check_names(file.path, values["__source__"], values, missing, dict.fromkeys(others, ", ".join(taken)))
 
 
@@ -259,8 +259,11 @@ def executed(path: str) -> ModuleType:
     import_also(os.path.dirname(path))
     sys.modules[name] = module = ModuleType(name)
     module.__dict__.update(__file__=path, __source__=content)
+    from runner.system.generators import seeded  # imports torch, which composing a config does not need
+
     try:
-        exec(compile(content, path, "exec", dont_inherit=True), module.__dict__)  # not this file's `annotations`
+        with seeded(0):  # what a file draws at its top level is the same in each run, resume and process
+            exec(compile(content, path, "exec", dont_inherit=True), module.__dict__)  # not this file's `annotations`
     except BaseException as error:
         del sys.modules[name]
         if is_of_signal(error):

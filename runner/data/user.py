@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, ClassVar
@@ -184,7 +185,10 @@ class DatasetSamples(UserSamples):
         while type(dataset) is Subset:
             dataset, rows = dataset.dataset, torch.as_tensor(dataset.indices)[rows]
         targets = dataset.targets if isinstance(dataset, Arrays) else getattr(dataset, "targets", None)
-        labels = torch.as_tensor(targets) if isinstance(targets, list | np.ndarray | torch.Tensor) else torch.empty(0)
+        labels = torch.empty(0)
+        if isinstance(targets, list | np.ndarray | torch.Tensor):
+            with suppress(ValueError, TypeError):  # of names, for example
+                labels = torch.as_tensor(targets)
         is_class = labels.dim() == 1 and len(labels) > int(rows.max()) and not labels.is_floating_point()
         return labels[rows].long() if is_class else super().labels()
 

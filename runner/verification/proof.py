@@ -281,11 +281,14 @@ class _Proof:
         modules = [each for each in (model, run.workload.loss_module()) if each is not None]
         for change in (0.0, 1.0):
             batch = next(run.workload.batches(model, Plan(run.batch_size, seed=run.seed), 0, self._session.device))
-            with buffers_kept(modules), plain_values_kept(torch.nn.ModuleList(modules)), torch.no_grad():
+            with buffers_kept(modules), plain_values_kept(torch.nn.ModuleList(modules)):
                 for buffer in model.buffers():
-                    buffer += change if buffer.is_floating_point() else 0
-                losses.append(run.workload.loss(model, batch)[0])
-        return not torch.equal(*losses)
+                    buffer.data += change if buffer.is_floating_point() else 0
+                for phase in run.workload.phases(model):
+                    run.workload.phase = phase.name
+                    losses.append(run.workload.loss(model, batch)[0].detach())
+        half = len(losses) // 2
+        return any(not torch.equal(*pair) for pair in zip(losses[:half], losses[half:], strict=True))
 
     def _remark(self) -> str:
         if self._parts > 1:

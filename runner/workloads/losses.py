@@ -59,8 +59,10 @@ def losses_of(returned: Any, num_samples: int, function: Any) -> Losses:
         ConfigError: if it is none of the forms that are possible.
     """
     values: Mapping[Any, Any] = returned if isinstance(returned, Mapping) else {"loss": returned}
-    if "loss" not in values or not all(isinstance(name, str) and name for name in values):
-        why = f"it returns a dict of {', '.join(map(str, values)) or 'nothing'}"
+    if not all(isinstance(name, str) and name for name in values):
+        _refuse(f"it returns a dict with the names {[*values]}", function, "name each value by a text")
+    if "loss" not in values:
+        why = f"it returns a dict of {', '.join(values) or 'nothing'}"
         _refuse(why, function, 'call what is to be minimized "loss"')
     names = ("loss", *(name for name in values if name != "loss"))
     parts = [_total_and_count(values[name], function) for name in names]

@@ -56,17 +56,18 @@ class UserSteps(UserCodeWorkload):
     def phases(self, model: torch.nn.Module) -> list[Phase]:
         if "" in self._phases:
             return [Phase()]
-        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        names = {name: each for name, each in names_to_match(model).items() if name in trained}
-        found, owner = list[Phase](), dict[str, str]()
+        trained = {name: p for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
+        names = {name: _paths(name) for name in trained} | names_to_match(model)  # a tied weight has several names
+        names = {name: each for name, each in names.items() if name in trained}
+        found, owner = list[Phase](), dict[torch.nn.Parameter, str]()
         for name, phase in self._phases.items():
             matched = matching("phases", phase.parameters or name, names, "trained parameter")
             for each in matched:
-                why = f"{each} is trained in {owner.get(each)}, too, and a parameter belongs to one phase"
-                check(each not in owner, f"phases.{name}", phase.parameters or name, why, "let patterns not overlap")
-                owner[each] = name
+                other = owner.setdefault(trained[each], name)
+                why = f"{each} is trained in {other}, too, and a parameter belongs to one phase"
+                check(other == name, f"phases.{name}", phase.parameters or name, why, "let no two phases train it")
             found.append(Phase(name, phase.every, frozenset(matched)))
-        if left := [name for name in names if name not in owner]:
+        if left := [name for name in names if trained[name] not in owner]:
             log.warning("no phase trains %s%s", left[0], f" and {len(left) - 1} others" * bool(left[1:]))
         return found
 
@@ -76,7 +77,8 @@ class UserSteps(UserCodeWorkload):
 
     def loss(self, model: torch.nn.Module, batch: Any) -> tuple[torch.Tensor, BatchSums]:
         step = self._phases[self.phase].step
-        found = _losses(step, step(model, _as_trained(model, _given(batch))), batch)
+        key = f"phases.{self.phase}" if self.phase else "training_step"
+        found = _losses(key, step, step(model, _as_trained(model, _given(batch))), batch)
         form = found.checked_form(self._forms.get(self.phase), step)
         if self.phase not in self._forms:
             self._forms = {**self._forms, self.phase: form}  # a copy of the workload has forms of its own
@@ -101,9 +103,10 @@ class UserSteps(UserCodeWorkload):
         except (ConfigError, DataError):
             raise
         except Exception as error:
-            if self._evaluation is not None or is_lost_peer(error) or is_out_of_memory(error):
+            if is_lost_peer(error) or is_out_of_memory(error):
                 raise
-            why = f"evaluations call the training steps in evaluation mode without gradients: {described(error)}"
+            how = "it is called" if self._evaluation else "without it, the training steps are called"
+            why = f"{how} in evaluation mode without gradients, which raises {described(error)}"
             raise ConfigError("evaluation_step", ABSENT, why, "def evaluation_step(model, batch): …") from error
         finally:
             self.held_out = held_out
@@ -114,7 +117,8 @@ class UserSteps(UserCodeWorkload):
         for batch in self.held_out.in_order(self.eval_batch_size, shard, device):
             values: dict[str, torch.Tensor] = {}
             for name, returned in infer(_given(batch)).items():
-                found = _losses(steps[name], returned, batch).by_name()
+                key = "evaluation_step" if self._evaluation else f"phases.{name}" if name else "training_step"
+                found = _losses(key, steps[name], returned, batch).by_name()
                 values |= dict(zip(Phase(name).prefixed([*found]), found.values(), strict=True))
             sums = added(sums, values)
         return {"losses": [sums]}  # in a list, as a process without samples does not know the names
@@ -148,6 +152,11 @@ class _OneBatch:
         yield self._batch
 
 
+def _paths(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
+
+
 def _given(batch: Any) -> Any:
     """Return the samples of a batch in the form in which the data gives them."""
     return batch.batch if isinstance(batch, Collated) else tuple(batch)
@@ -159,9 +168,12 @@ def _as_trained(model: torch.nn.Module, given: Any) -> Any:
     return map_tensors(lambda each: each.double() if each.is_floating_point() else each, given) if is_double else given
 
 
-def _losses(step: Callable[..., Any], returned: Any, batch: Any) -> Losses:
+def _losses(key: str, step: Callable[..., Any], returned: Any, batch: Any) -> Losses:
     count = batch.num_samples if isinstance(batch, Collated) else num_rows(batch)
-    return losses_of(returned, count, step)
+    try:
+        return losses_of(returned, count, step)
+    except ConfigError as error:
+        raise ConfigError(key, error.got, error.why, error.remedy) from None
 
 
 def check_step(key: str, step: Any) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import shutil
 from typing import Any
 
 import pytest
 import torch
+from helpers.command import ROOT
 from helpers.events import scalar_curves
 from helpers.plain_loop import largest_difference, weights_at
 from helpers.steps import (
@@ -15,12 +17,15 @@ from helpers.steps import (
     INPUTS,
     OPTIONS,
     STEPS,
+    Layers,
     config_of,
+    networks,
     parts_of,
     plain,
     trained,
     trained_on_samples_of_rank,
 )
+from helpers.strange_networks import trained_with
 from torch import nn
 
 import runner
@@ -183,3 +188,60 @@ def test_processes_whose_code_returns_other_samples_are_refused(ranks, tmp_path)
     """As where an order depends on the hashes of a process."""
     found = ranks(2).call_on_all(trained_on_samples_of_rank, config_of("parts", *OPTIONS, "parallel=ddp"), tmp_path)
     assert all("process 1 has other samples than process 0" in each for each in found), found
+
+
+class Normalized(nn.Sequential):
+    def __init__(self, num_inputs: int, num_outputs: int):
+        super().__init__(nn.Linear(num_inputs, 8), nn.BatchNorm1d(8), nn.Linear(8, num_outputs))
+
+
+def normalized() -> nn.Module:
+    return nn.ModuleDict({"generator": Layers(3, 6), "discriminator": Normalized(6, 1)})
+
+
+def test_phases_with_batch_normalization_train_in_several_processes(ranks, tmp_path):
+    parts = parts_of("gan") | {"model": normalized}
+    result = ranks(2).call_on_all(trained_with, parts, config_of("gan", *OPTIONS, "parallel=ddp"), tmp_path)[0]
+    assert not isinstance(result, str), result
+
+
+def tied() -> nn.Module:
+    model = networks()
+    model["generator"][0].weight = model["discriminator"][2].weight = nn.Parameter(torch.randn(1, 8))
+    return model
+
+
+class Grows(nn.Module):
+    """It makes a layer in its first forward pass, which no optimizer knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 8)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if not hasattr(self, "last"):
+            self.last = nn.Linear(8, 2).to(inputs)
+        return self.last(self.first(inputs))
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        (parts_of("gan") | {"model": tied}, "is trained in discriminator, too"),
+        ({"model": Grows, "data": parts_of("gan")["data"]}, "its forward pass makes parameters (last.bias)"),
+    ],
+)
+def test_parameters_that_would_be_trained_twice_or_never_are_refused(parts, message, tmp_path):
+    with pytest.raises(ConfigError) as refused:
+        runner.train(["device=cpu", "steps=1", "batch_size=12", f"output_root={tmp_path}"], **parts)
+    assert message in str(refused.value)
+
+
+def test_what_a_file_draws_at_its_top_level_is_the_same_in_each_run(tmp_path):
+    losses = []
+    for name in ("one", "other"):
+        torch.manual_seed(len(losses))
+        shutil.copy(ROOT / "tests" / "helpers" / "drawing_file.py", tmp_path / f"{name}.py")
+        words = [f"workload={tmp_path / name}.py", "device=cpu", "steps=2", "batch_size=8", f"output_root={tmp_path}"]
+        losses.append(runner.train(words).metrics["train/loss"])
+    assert losses[0] == losses[1]
