@@ -19,6 +19,7 @@ from helpers.events import scalar_curves
 from helpers.plain_loop import PlainSettings, plain_loop
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import runner.failures
 import runner.training
 from runner.batching import SampleOrder
 from runner.parallel.session import Session
@@ -96,7 +97,7 @@ def test_a_run_that_diverges_on_a_full_disk_is_reported_as_diverged(trained, mon
         raise OSError(28, "No space left on device", str(path))
 
     criterion = Classifier.criterion
-    monkeypatch.setattr(runner.training, "write_bytes", full)
+    monkeypatch.setattr(runner.failures, "write_bytes", full)
     monkeypatch.setattr(Classifier, "criterion", lambda *a: criterion(*a) * NAN)
     run = trained("steps=3", "log_every=1")
     assert (run.result.status, run.result.error) == ("diverged", "the loss is not finite at step 1")
