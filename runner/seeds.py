@@ -15,9 +15,7 @@ import torch
 
 from runner.storage.value_checks import UnexpectedContentError
 from runner.system import accelerator
-from runner.system.generators import OwnGenerators as OwnGenerators
 from runner.system.generators import numpy_generator
-from runner.system.generators import seeded as seeded
 
 # The constants of SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, OOPSLA 2014) in
 # two's complement, because torch's int64 arithmetic wraps around.

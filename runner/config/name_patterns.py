@@ -25,10 +25,15 @@ def names_to_match(model: torch.nn.Module) -> dict[str, list[str]]:
     blocks, indices = blocks_of(model), block_indices(model)
     found = {}
     for name, _ in model.named_parameters():
-        parts = name.split(".")
-        paths = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
+        paths = paths_of(name)
         found[name] = [blocks[indices[name]][0], *paths] if indices else paths
     return found
+
+
+def paths_of(name: str) -> list[str]:
+    """Return the names of the modules that contain a parameter, from the outermost, and its own."""
+    parts = name.split(".")
+    return [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
 
 
 def matching(key: str, pattern: str, names: Mapping[str, Sequence[str]], what: str = "parameter") -> list[str]:

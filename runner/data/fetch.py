@@ -18,7 +18,7 @@ from runner.data.base import Batch, Collated, DataError, Samples, shape_of
 from runner.data.forms import pair, single
 from runner.data.generators import generators_of, seed_all
 from runner.data.workers import Workers
-from runner.seeds import seeded
+from runner.system.generators import seeded
 from runner.system.trees import Tree, leaves_of, map_tensors, tensors_of
 
 HASHED = 16

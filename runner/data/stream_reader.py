@@ -17,7 +17,8 @@ from runner.config.errors import check, described
 from runner.data.base import DataError
 from runner.data.fetch import HASHED, BatchMaker, seed_generators, sha256
 from runner.data.generators import generators_of, set_states, states_of
-from runner.seeds import OwnGenerators, derive, random_states, seeded, set_random_states
+from runner.seeds import derive, random_states, set_random_states
+from runner.system.generators import OwnGenerators, seeded
 from runner.system.trees import Tree, leaves_of, map_leaves
 
 log = logging.getLogger(__name__)

@@ -26,7 +26,8 @@ from runner.data.memory import ArraySamples
 from runner.data.stream import StreamSamples
 from runner.data.stream_reader import Reader
 from runner.data.workers import Workers, call_shared
-from runner.seeds import derive, seeded
+from runner.seeds import derive
+from runner.system.generators import seeded
 from runner.system.trees import Tree, leaves_of
 
 log = logging.getLogger(__name__)

@@ -82,7 +82,7 @@ class Env:
 
         from runner.env.pixels import pixels_of
         from runner.env.vector import num_actions
-        from runner.seeds import seeded
+        from runner.system.generators import seeded
 
         spec = self._spec()
         try:

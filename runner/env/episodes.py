@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_map_only
 
-from runner.seeds import OwnGenerators, derive
+from runner.seeds import derive
+from runner.system.generators import OwnGenerators
 
 _WITH_STATE = ("gymnasium.envs.classic_control.", "gymnasium.envs.toy_text.")
 """Packages of environments whose state is in their attributes."""

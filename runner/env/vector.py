@@ -33,9 +33,9 @@ from runner.env.episodes import (
     set_attributes,
 )
 from runner.env.pixels import Pixels, pixels_of
-from runner.seeds import seeded
 from runner.storage.value_checks import check_like
 from runner.system.forkserver import start_server, without_main_module
+from runner.system.generators import seeded
 from runner.system.signals import STOP_SIGNALS
 
 log = logging.getLogger(__name__)

@@ -12,8 +12,8 @@ import torch
 from runner.config import user_code
 from runner.config.errors import ABSENT, check
 from runner.model.base import Model, copied_module
-from runner.seeds import seeded
 from runner.system.fake_tensors import build_with_values
+from runner.system.generators import seeded
 
 log = logging.getLogger(__name__)
 

@@ -80,7 +80,7 @@ class Parallel:
 
         The parameters keep their names: a mode that wraps the module, as DDP does, keeps the wrapper for itself.
         """
-        self._session = session
+        self._session, self._others_of = session, dict[str, list[torch.nn.Parameter]]()
         return self._place(model, session)
 
     def _place(self, model: torch.nn.Module, session: Session) -> torch.nn.Module:
@@ -95,8 +95,11 @@ class Parallel:
             yield
             return
         self._session.workload.phase = phase.name
-        others = [p for name, p in model.named_parameters() if p.requires_grad and name not in phase.parameters]
-        with self._not_trained(others):
+        if phase.name not in self._others_of:  # once, as names take longer to find than a small step
+            named = model.named_parameters()
+            others = [p for name, p in named if p.requires_grad and name not in phase.parameters]
+            self._others_of[phase.name] = others
+        with self._not_trained(self._others_of[phase.name]):
             yield
 
     @contextmanager

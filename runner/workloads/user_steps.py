@@ -13,7 +13,7 @@ import torch
 
 from runner.config import user_code
 from runner.config.errors import ABSENT, ConfigError, check, described, did_you_mean
-from runner.config.name_patterns import matching, names_to_match
+from runner.config.name_patterns import matching, names_to_match, paths_of
 from runner.data.base import Collated, DataError, Samples
 from runner.system.torch_errors import is_lost_peer, is_out_of_memory
 from runner.system.trees import Tree, map_tensors, num_rows
@@ -57,7 +57,7 @@ class UserSteps(UserCodeWorkload):
         if "" in self._phases:
             return [Phase()]
         trained = {name: p for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
-        names = {name: _paths(name) for name in trained} | names_to_match(model)  # a tied weight has several names
+        names = {name: paths_of(name) for name in trained} | names_to_match(model)  # a tied weight has several names
         names = {name: each for name, each in names.items() if name in trained}
         found, owner = list[Phase](), dict[torch.nn.Parameter, str]()
         for name, phase in self._phases.items():
@@ -136,7 +136,10 @@ class UserSteps(UserCodeWorkload):
     def describe(self) -> dict[str, str]:
         several = "" not in self._phases
         text = f"those of the phases {', '.join(self._phases)}" if several else "that of training_step"
-        return {"data": self.summary(), "loss": f"{text}; evaluation_step measures" if self._evaluation else text}
+        return {
+            "data": self.summary(),
+            "loss": f"{text}; evaluations call evaluation_step" if self._evaluation else text,
+        }
 
     def input_shape(self) -> None:
         return None  # a step may call the network with anything
@@ -150,11 +153,6 @@ class _OneBatch:
 
     def in_order(self, batch_size: int, shard: tuple[int, int], device: torch.device) -> Iterator[Any]:
         yield self._batch
-
-
-def _paths(name: str) -> list[str]:
-    parts = name.split(".")
-    return [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
 
 
 def _given(batch: Any) -> Any:

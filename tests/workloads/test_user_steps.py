@@ -61,6 +61,13 @@ def test_a_step_is_that_of_a_plain_loop_on_the_whole_batch(name, mode, ranks, tm
         assert [value for _, value in curve] == pytest.approx(expected, rel=1e-6)
 
 
+def test_the_first_member_of_an_ensemble_takes_the_steps_of_a_plain_loop(ranks, tmp_path):
+    config = config_of("critic", *OPTIONS, "parallel=ensemble")
+    result = ranks(2).call_on_all(trained, "critic", config, tmp_path)[0]
+    assert not isinstance(result, str), result
+    assert largest_difference(weights_at(tmp_path, STEPS), reference("critic")[0]) < 1e-12
+
+
 def test_autocast_and_the_average_of_weights_are_those_of_a_plain_loop(ranks, tmp_path):
     train("gan", "precision=bf16", ranks, tmp_path)
     weights, _ = plain("gan", torch.float32, autocast=True)
