@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import hashlib
-import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import default_collate
+from torch.utils.data import Subset, default_collate
 
 from runner.batching import MicroBatch
 from runner.config import user_code
-from runner.config.errors import ABSENT, check, described
+from runner.config.errors import ABSENT, ConfigError, check, described
 from runner.data.base import Batch, Collated, DataError, Samples, shape_of
-from runner.data.forms import pair, single
+from runner.data.forms import Arrays, pair, single
 from runner.data.generators import generators_of, seed_all
 from runner.data.workers import Workers
-from runner.system.generators import seeded
+from runner.system.generators import seed_host, seeded
 from runner.system.trees import Tree, leaves_of, map_tensors, tensors_of
 
 HASHED = 16
@@ -77,8 +76,9 @@ class BatchMaker:
             remedy = f"correct collate{user_code.place(self.collate)}; log.txt has the traceback"
             raise DataError("collate", described(error), remedy) from error
         inputs, targets = self._divided(batch, "what collate returns", len(samples))
-        why = f"it returns no tensors{user_code.place(self.collate)}"
-        check(bool(tensors_of(inputs)), "collate", ABSENT, why, "return tensors, of all samples in the list")
+        if not tensors_of(inputs):
+            why = f"it returns no tensors{user_code.place(self.collate)}"
+            raise ConfigError("collate", ABSENT, why, "return tensors, of all samples in the list")
         return map_tensors(single, inputs), targets
 
 
@@ -88,6 +88,13 @@ class Fetch(BatchMaker):
     While a sample is loaded, `random`, NumPy, torch and the generators of the data set draw from its seed; while
     samples are collated, from that of the first.
     """
+
+    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any] | None = None, is_divided: bool = True):
+        super().__init__(dataset, collate, is_divided)
+        while type(dataset) is Subset:
+            dataset = dataset.dataset
+        # Reading an item of a list draws nothing, and seeding the generators for it takes longer than reading it.
+        self._may_draw = type(dataset) not in (list, tuple, Arrays)
 
     def __call__(self, job: Job) -> tuple[Tree, Any]:
         with seeded(0):
@@ -103,7 +110,8 @@ class Fetch(BatchMaker):
         return self(Job(indices, indices))
 
     def _sample(self, index: int, seed: int, generators: list[Any]) -> Any:
-        seed_generators(seed, generators)
+        if self._may_draw:
+            seed_generators(seed, generators)
         try:
             return item(self.dataset, index)
         except Exception as error:
@@ -113,9 +121,7 @@ class Fetch(BatchMaker):
 
 def seed_generators(seed: int, generators: list[Any]) -> None:
     """Let `random`, NumPy and torch on the CPU draw from `seed`, and each of `generators` from one derived from it."""
-    torch.default_generator.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed & 0xFFFFFFFF)
+    seed_host(seed)
     seed_all(generators, seed)
 
 

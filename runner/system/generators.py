@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,24 +20,40 @@ class OwnGenerators:
     @contextmanager
     def drawing(self, seed: int | None = None) -> Iterator[None]:
         """A context in which the generators have these states, or begin with `seed`; then, they go on as before."""
-        before = _host_states()
-        try:
+        with _as_before():
             if seed is None:
                 _set_host_states(self._states)
             else:
-                torch.default_generator.manual_seed(seed)
-                random.seed(seed)
-                if numpy_random := numpy_generator():
-                    numpy_random.seed(seed & 0xFFFFFFFF)
-            yield
-        finally:
-            self._states = _host_states()
-            _set_host_states(before)
+                seed_host(seed)
+            try:
+                yield
+            finally:
+                self._states = _host_states()
 
 
-def seeded(seed: int) -> AbstractContextManager[None]:
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
     """A context in which `random`, NumPy and torch on the CPU draw from `seed`; then, they go on as before."""
-    return OwnGenerators().drawing(seed)
+    with _as_before():
+        seed_host(seed)
+        yield
+
+
+def seed_host(seed: int) -> None:
+    """Let `random`, NumPy and torch on the CPU draw from `seed`."""
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    if numpy_random := numpy_generator():
+        numpy_random.seed(seed & 0xFFFFFFFF)
+
+
+@contextmanager
+def _as_before() -> Iterator[None]:
+    before = _host_states()
+    try:
+        yield
+    finally:
+        _set_host_states(before)
 
 
 def _host_states() -> tuple[Any, ...]:
@@ -55,4 +71,4 @@ def _set_host_states(states: tuple[Any, ...]) -> None:
 def numpy_generator() -> Any:
     """Return `numpy.random`; None if NumPy is not imported, or the user has given it another kind of generator."""
     found = getattr(sys.modules.get("numpy"), "random", None)
-    return found if found and found.get_state()[0] == "MT19937" else None
+    return found if found and isinstance(found.get_bit_generator(), found.MT19937) else None
