@@ -10,9 +10,8 @@ import hashlib
 import random
 import struct
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any
 
-import numpy as np
 import torch
 
 from runner.storage.value_checks import UnexpectedContentError
@@ -25,9 +24,6 @@ _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 _MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 _MIX_2 = 0x94D049BB133111EB - (1 << 64)
 
-
-Integers = TypeVar("Integers", torch.Tensor, np.ndarray)
-"""Of 64 bits, whose arithmetic wraps around."""
 
 _WORDS = 625  # of a Mersenne Twister: its key and the position in it
 
@@ -123,13 +119,14 @@ def random_bytes(seed: int, count: int, device: torch.device) -> torch.Tensor:
 _CHUNK = 1 << 18
 
 
-def _mix(x: Integers) -> Integers:
+def _mix(x: Any) -> Any:
+    """Return hashes of `x`, a tensor or an array of int64, whose arithmetic wraps around."""
     x = x + _GOLDEN
     x = (x ^ _shift(x, 30)) * _MIX_1
     x = (x ^ _shift(x, 27)) * _MIX_2
     return x ^ _shift(x, 31)
 
 
-def _shift(x: Integers, bits: int) -> Integers:
+def _shift(x: Any, bits: int) -> Any:
     """Shift `x` right, filling with zero bits. (On int64, `>>` alone would fill with copies of the sign bit.)"""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
