@@ -10,9 +10,11 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from itertools import islice
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
 from runner.config import packed_code
@@ -20,8 +22,10 @@ from runner.data.base import DataError
 from runner.system.cpu import cores_per_process
 from runner.system.forkserver import start_server, without_main_module
 from runner.system.torch_errors import is_out_of_shared_memory
+from runner.system.trees import map_leaves, map_tensors, tensors_of
 
 _POLL, _SECONDS_TO_END = 0.5, 1.0
+_SMALL_BYTES = 1 << 18
 _REMEDY = (
     "if memory ran out, reduce data.workers or data.prefetch, or enlarge /dev/shm (docker run --shm-size=8g); "
     "data.workers=0 loads data in the main process"
@@ -47,7 +51,7 @@ class Workers:
         self._loading: list[Future[Any]] = []
 
     def map(self, load: Callable[[J], T], jobs: Iterable[J]) -> Generator[T]:
-        """Yield `load(job)` for every job, in their order; tensors are sent through shared memory.
+        """Yield `load(job)` for every job, in their order; tensors that are not small are sent through shared memory.
 
         Raises `DataError` if a worker died, no batch arrived in time, or there is too little shared memory; and
         whatever `load` raises.
@@ -79,7 +83,7 @@ class Workers:
                 packed = packed_code.pack(self._functions) if self._functions else b""
                 self._pool = ProcessPoolExecutor(self.count, context, _begin_worker, (packed,))
             with without_main_module():  # a worker may be started here
-                future = self._pool.submit(load, job)
+                future = self._pool.submit(_loaded, load, job)
             self._loading = [*(each for each in self._loading if not each.done()), future]
             return future
         except BrokenProcessPool as error:
@@ -99,7 +103,7 @@ class Workers:
                 remedy = "increase data.timeout if reading a batch takes that long"
                 raise DataError(f"data workers {pids}", why, remedy)
         try:
-            return future.result()
+            return map_leaves(lambda leaf: leaf.tensor() if isinstance(leaf, _Small) else leaf, future.result())
         except BrokenProcessPool as error:
             raise self._death(error) from None
         except RuntimeError as error:
@@ -128,6 +132,29 @@ def _processes(pool: Any) -> list[Any]:
 def start_worker_server() -> None:
     """Start the fork server of the workers in the background, unless a fork server is running."""
     start_server("torch", "PIL.Image", "runner.data.image_files")
+
+
+class _Small:
+    """A tensor that is sent through a pipe: for one of a few kilobytes, shared memory takes ten times as long."""
+
+    def __init__(self, values: np.ndarray):
+        self.values = values
+
+    def tensor(self) -> torch.Tensor:
+        return torch.from_numpy(self.values).clone()  # with the alignment of all tensors, on which last bits may depend
+
+
+def _loaded(load: Callable[[J], T], job: J) -> Any:
+    loaded = load(job)
+    is_large = sum(each.nbytes for each in tensors_of(loaded) if each.layout == torch.strided) > _SMALL_BYTES
+    return loaded if is_large else map_tensors(_as_small, loaded)
+
+
+def _as_small(tensor: torch.Tensor) -> Any:
+    if type(tensor) is torch.Tensor and tensor.layout == torch.strided and tensor.is_contiguous():
+        with suppress(TypeError, RuntimeError):  # of a type or a kind that NumPy does not have
+            return _Small(tensor.numpy())
+    return tensor
 
 
 def default_count() -> int:

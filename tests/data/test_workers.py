@@ -19,6 +19,7 @@ from helpers.fake_cuda import simulate_accelerators
 
 from runner.data.base import DataError
 from runner.data.workers import Workers, default_count
+from runner.system.trees import leaves_of
 
 
 class Squares:
@@ -94,6 +95,36 @@ def test_one_set_of_workers_serves_iterations_that_overlap_or_are_not_completed(
     workers.close()
     assert set(multiprocessing.active_children()) <= others
     assert squares() == [number**2 for number in range(8)], "new ones"
+    workers.close()
+
+
+def batch_of(size: int) -> dict:
+    """Return tensors of every kind, of which one has `size` numbers."""
+    draw = torch.Generator().manual_seed(size)
+    images = torch.rand(2, 3, 4, 4, generator=draw).to(memory_format=torch.channels_last)
+    numbers = torch.rand(size, generator=draw)
+    return {
+        "numbers": numbers,
+        "halves": [numbers.bfloat16(), numbers.half(), numbers.to(torch.complex64).conj()],
+        "images": (images, images[:, :1], images[:0]),
+        "others": {"whole": torch.arange(3), "scalar": torch.tensor(7), "true": torch.tensor([True]), "text": "a"},
+        "sparse": torch.eye(3).to_sparse(),
+    }
+
+
+def test_a_worker_sends_small_and_large_tensors_of_every_kind_as_they_are(others):
+    workers = Workers(1)
+    sizes = [0, 5, 200_000]
+    for sent, size in zip(workers.map(batch_of, iter(sizes)), sizes, strict=True):
+        for (name, here), (_, there) in zip(leaves_of(batch_of(size)), leaves_of(sent), strict=True):
+            if name == "others.text":
+                assert there == "a"
+            elif here.layout == torch.sparse_coo:
+                assert here.to_dense().equal(there.to_dense())
+            else:
+                assert (there.dtype, there.stride(), there.shape) == (here.dtype, here.stride(), here.shape), name
+                assert there.equal(here), name
+        sent["numbers"].zero_()  # it is the receiver's
     workers.close()
 
 
