@@ -137,11 +137,13 @@ def start_worker_server() -> None:
 class _Small:
     """A tensor that is sent through a pipe: for one of a few kilobytes, shared memory takes ten times as long."""
 
-    def __init__(self, values: np.ndarray):
-        self.values = values
+    def __init__(self, values: np.ndarray, strides: tuple[int, ...]):
+        self.values, self.strides = values, strides
 
     def tensor(self) -> torch.Tensor:
-        return torch.from_numpy(self.values).clone()  # with the alignment of all tensors, on which last bits may depend
+        values = torch.from_numpy(self.values)
+        # A copy, with the alignment of all tensors, on which last bits may depend, and the strides that it had.
+        return torch.empty_strided(values.shape, self.strides, dtype=values.dtype).copy_(values)
 
 
 def _loaded(load: Callable[[J], T], job: J) -> Any:
@@ -153,7 +155,7 @@ def _loaded(load: Callable[[J], T], job: J) -> Any:
 def _as_small(tensor: torch.Tensor) -> Any:
     if type(tensor) is torch.Tensor and tensor.layout == torch.strided and tensor.is_contiguous():
         with suppress(TypeError, RuntimeError):  # of a type or a kind that NumPy does not have
-            return _Small(tensor.numpy())
+            return _Small(tensor.numpy(), tensor.stride())
     return tensor
 
 
