@@ -142,7 +142,7 @@ class Pipeline(Partition, MultiProcess):
         profiles = [BlockProfile(*each) for each in sent]
         stages = self.cut(model, starts)
         size = session.plan.chunk_size
-        if session.plan.chunks == 1 and self.num_micro_batches != 1:
+        if session.plan.chunks == 1:
             log.warning("one micro-batch of %d samples: one stage computes at a time, nothing overlaps", size)
         numbers = range(count)  # of the stages in this process
         if self.in_processes:

@@ -267,6 +267,21 @@ def _median_seconds(block: torch.nn.Module, x: Tree, autocast: Callable[[], Abst
     return statistics.median(times[1:])
 
 
+class Blocks(torch.nn.Module):
+    """A module of consecutive blocks, of which the first may take several inputs."""
+
+    def __init__(self, blocks: Iterable[torch.nn.Module]):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(blocks)
+
+    def forward(self, *inputs: Any, **options: Any) -> torch.Tensor:
+        first, *others = self.blocks
+        x = first(*inputs, **options)
+        for block in others:
+            x = block(x)
+        return x
+
+
 class StageModule(torch.nn.Module):
     """A stage, which takes and returns contiguous tensors if they are `received` or `sent`; the first takes a tree."""
 
@@ -279,17 +294,14 @@ class StageModule(torch.nn.Module):
         autocast: Callable[[], AbstractContextManager],
     ):
         super().__init__()
-        self.blocks = torch.nn.ModuleList(blocks)
+        self.blocks = Blocks(blocks)
         self.received, self.sent, self.channels_last, self.autocast = received, sent, channels_last, autocast
 
     def forward(self, x: Tree) -> torch.Tensor:
         if self.received:
             x = _Received.apply(x, self.channels_last and x.dim() == 4)
         with self.autocast():
-            first, *others = self.blocks
-            x = call(first, x)
-            for block in others:
-                x = block(x)
+            x = call(self.blocks, x)
         return _Sent.apply(x) if self.sent else x  # pyright: ignore[reportReturnType]
 
 
