@@ -20,9 +20,12 @@ def blocks_of(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
 
 
 def block_indices(model: torch.nn.Module) -> dict[str, int]:
-    """Return the index of the block of each parameter by name; 0 for one of no block, and {} without blocks."""
+    """Return the index of the block of each parameter by name; 0 for one of no block, and {} without blocks.
+
+    Of a parameter of several blocks, as an embedding tied to the head, it is the first one.
+    """
     blocks = blocks_of(model)
-    index_of = {id(parameter): i for i, (_, block) in enumerate(blocks) for parameter in block.parameters()}
+    index_of = {id(p): i for i, (_, block) in reversed([*enumerate(blocks)]) for p in block.parameters()}
     return {name: index_of.get(id(p), 0) for name, p in model.named_parameters()} if blocks else {}
 
 

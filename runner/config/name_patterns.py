@@ -19,15 +19,21 @@ if TYPE_CHECKING:
 
 
 def names_to_match(model: torch.nn.Module) -> dict[str, list[str]]:
-    """Return the names that a pattern can match for each parameter: of its block, if any, its modules and itself."""
+    """Return the names that a pattern can match for each parameter: of its block, if any, its modules and itself.
+
+    A tied parameter has those of all its uses.
+    """
     from runner.models.blocks import block_indices, blocks_of
 
     blocks, indices = blocks_of(model), block_indices(model)
-    found = {}
-    for name, _ in model.named_parameters():
-        paths = paths_of(name)
-        found[name] = [blocks[indices[name]][0], *paths] if indices else paths
-    return found
+    paths: dict[torch.Tensor, list[str]] = {}
+    for name, block in blocks:
+        for parameter in block.parameters():
+            paths.setdefault(parameter, []).append(name)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        first = [blocks[0][0]] if indices else []
+        paths.setdefault(parameter, first).extend(paths_of(name))
+    return {name: paths[parameter] for name, parameter in model.named_parameters()}
 
 
 def paths_of(name: str) -> list[str]:

@@ -184,15 +184,17 @@ def load_weights(model: torch.nn.Module, source: str, reset_head: bool) -> None:
                 log.info("weights: left out what is not the network in %s: %s", source, others)
     reshaped = {name: each for name, each in tensors.items() if name not in own or each.shape != own[name].shape}
     state_dict.fit_buffers(model, reshaped, tensors)
-    own, head = model.state_dict(), _head(model, tensors)
+    own, (head, tied) = model.state_dict(), _head(model, tensors)
     if reset_head:
-        why = "all tensors in it have the shapes of this network, which has no blocks(): its last layer is not known"
+        why = "the network has no blocks(), and not just one layer has other shapes in it: its last layer is not known"
         check(bool(head), "reset_head", True, why, "set model.reset_head=false")
+        why = f"a parameter of the last layer ({tied}) is tied: another layer, whose weights are loaded, has it, too"
+        check(not tied, "reset_head", True, why, "set model.reset_head=false")
         tensors |= {name: own[name] for name in head}
     # Files from old versions of PyTorch lack num_batches_tracked: load_state_dict then keeps the model's.
     loaded = {p for name, p in model.named_parameters(remove_duplicate=False) if name in tensors}
-    tied = {name for name, p in model.named_parameters(remove_duplicate=False) if p in loaded}
-    optional = tied | {name for name in own if name.endswith("num_batches_tracked")}
+    others = {name for name, p in model.named_parameters(remove_duplicate=False) if p in loaded}
+    optional = others | {name for name in own if name.endswith("num_batches_tracked")}
     missing = [name for name in own if name not in tensors and name not in optional]
     unexpected = [name for name in tensors if name not in own and not name.startswith(_AUXILIARY)]
     reshaped = [name for name, tensor in tensors.items() if name in own and tensor.shape != own[name].shape]
@@ -205,7 +207,7 @@ def load_weights(model: torch.nn.Module, source: str, reset_head: bool) -> None:
         lists = {"missing": missing, "unexpected": unexpected, "of a different shape": shapes}
         why = "; ".join(f"{len(names)} {kind}: {', '.join(names[:3])}" for kind, names in lists.items() if names)
         remedy = "choose the model and the data that the weights belong to, or weights of this model"
-        if head.issuperset(missing + unexpected + reshaped):
+        if not tied and head.issuperset(missing + unexpected + reshaped):
             remedy = "only the last layer differs: model.reset_head=true loads all layers except the last"
         raise ConfigError("weights", source, f"the tensors in it are not those of this network ({why})", remedy)
     model.load_state_dict(state, strict=False)
@@ -215,22 +217,33 @@ _AUXILIARY = ("aux1.", "aux2.", "AuxLogits.")
 """Prefixes of names that are ignored in a file, because networks are built without auxiliary classifiers."""
 
 
-def _head(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> set[str]:
-    """Return the names of the tensors of the last layer, if it is known.
+def _head(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> tuple[set[str], str]:
+    """Return the names of the tensors of the last layer, if it is known, and that of one which other layers have, too.
 
     It is the last block that has parameters; the classifier that a network of timm names; or otherwise the one layer
     whose shapes are not those of `tensors`.
     """
-    own = model.state_dict()
-    if not (parts := [block for _, block in blocks_of(model)]):
+    own, modules, before = model.state_dict(), dict(model.named_modules()), list[torch.nn.Module]()
+    if parts := [block for _, block in blocks_of(model)]:
+        layers = [torch.nn.Identity()]
+        while parts := [part for part in parts if any(True for _ in part.parameters())]:
+            *others, layer = parts
+            before, layers = [*before, *others], [layer]
+            parts = list(layer) if isinstance(layer, torch.nn.Sequential) else []
+    else:
         options = getattr(model, "default_cfg", None)
         named = options.get("classifier") or () if isinstance(options, Mapping) else ()
         reshaped = {name.rpartition(".")[0] for name in own.keys() & tensors if tensors[name].shape != own[name].shape}
-        layers = [named] if isinstance(named, str) else [*named] or [*reshaped][: len(reshaped) == 1]
-        return {name for name in own for layer in layers if name.startswith(f"{layer}.")}
-    layer = torch.nn.Identity()
-    while parts := [part for part in parts if any(True for _ in part.parameters())]:
-        layer = parts[-1]
-        parts = list(layer) if isinstance(layer, torch.nn.Sequential) else []
-    last = {id(parameter) for parameter in layer.parameters()}
-    return {name for name, parameter in model.named_parameters() if id(parameter) in last}
+        known = [named] if isinstance(named, str) else [*named] or [*reshaped][: len(reshaped) == 1]
+        layers = [modules[name] for name in known if name and name in modules]
+    inside = {each for layer in layers for each in layer.modules()}
+    outside = {p for each in {*modules.values()} - inside for p in each.parameters(recurse=False)}
+    outside |= {p for each in before for p in each.parameters()}
+    head = {
+        name: tensor
+        for prefix, each in model.named_modules(remove_duplicate=False)
+        if each in inside
+        for name, tensor in [*each.named_parameters(prefix, False), *each.named_buffers(prefix, False)]
+        if name in own
+    }
+    return {*head}, next((name for name, tensor in head.items() if tensor in outside), "")

@@ -13,7 +13,7 @@ import torch
 
 from runner.config import user_code
 from runner.config.errors import ABSENT, ConfigError, check, described, did_you_mean
-from runner.config.name_patterns import matching, names_to_match, paths_of
+from runner.config.name_patterns import matching, names_to_match
 from runner.data.base import Collated, DataError, Samples
 from runner.system.torch_errors import is_lost_peer, is_out_of_memory
 from runner.system.trees import Tree, map_tensors, num_rows
@@ -56,18 +56,17 @@ class UserSteps(UserCodeWorkload):
     def phases(self, model: torch.nn.Module) -> list[Phase]:
         if "" in self._phases:
             return [Phase()]
-        trained = {name: p for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
-        names = {name: paths_of(name) for name in trained} | names_to_match(model)  # a tied weight has several names
-        names = {name: each for name, each in names.items() if name in trained}
-        found, owner = list[Phase](), dict[torch.nn.Parameter, str]()
+        trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+        names = {name: each for name, each in names_to_match(model).items() if name in trained}
+        found, owner = list[Phase](), dict[str, str]()
         for name, phase in self._phases.items():
             matched = matching("phases", phase.parameters or name, names, "trained parameter")
             for each in matched:
-                other = owner.setdefault(trained[each], name)
+                other = owner.setdefault(each, name)
                 why = f"{each} is trained in {other}, too, and a parameter belongs to one phase"
                 check(other == name, f"phases.{name}", phase.parameters or name, why, "let no two phases train it")
             found.append(Phase(name, phase.every, frozenset(matched)))
-        if left := [name for name in names if trained[name] not in owner]:
+        if left := [name for name in names if name not in owner]:
             log.warning("no phase trains %s%s", left[0], f" and {len(left) - 1} others" * bool(left[1:]))
         return found
 

@@ -121,6 +121,61 @@ def test_the_last_layer_of_a_network_without_blocks_is_what_it_names_or_what_has
             load_weights(same, path, reset_head=True)
 
 
+class Tied(nn.Module):
+    """A network whose head has the weight of its embedding; `classifier` names the head in place of `blocks`."""
+
+    def __init__(self, size: int = 5, classifier: str = ""):
+        super().__init__()
+        self.embedding, self.body, self.head = nn.Embedding(size, 3), nn.Linear(3, 3), nn.Linear(3, size)
+        self.head.weight = self.embedding.weight
+        self.default_cfg = {"classifier": classifier}
+
+
+class TiedBlocks(Tied):
+    def blocks(self) -> list[tuple[str, nn.Module]]:
+        return [("embedding", self.embedding), ("body", self.body), ("head", self.head)]
+
+
+def same_layer_twice() -> nn.Module:
+    layer = nn.Linear(3, 3)
+    return nn.Sequential(layer, nn.ReLU(), layer)
+
+
+@pytest.mark.parametrize("make", [TiedBlocks, lambda: Tied(classifier="head"), same_layer_twice])
+def test_a_last_layer_that_is_tied_to_another_is_not_reset_in_silence(tmp_path, make):
+    saved, model = make(), make()
+    torch.save(saved.state_dict(), tmp_path / "weights.pt")
+    with pytest.raises(ConfigError, match="is tied") as refused:
+        load_weights(model, str(tmp_path / "weights.pt"), reset_head=True)
+    assert refused.value.key == "reset_head"
+    load_weights(model, str(tmp_path / "weights.pt"), reset_head=False)
+    assert all(value.equal(saved.state_dict()[name]) for name, value in model.state_dict().items())
+
+
+def test_resetting_a_tied_head_is_not_proposed(tmp_path):
+    torch.save(TiedBlocks(7).state_dict(), tmp_path / "weights.pt")
+    with pytest.raises(ConfigError, match="of a different shape") as refused:
+        load_weights(TiedBlocks(), str(tmp_path / "weights.pt"), reset_head=False)
+    assert "reset_head" not in refused.value.remedy
+
+
+class Aliased(EndsWithoutParameters):
+    """Its layers have two names each, and are not tied."""
+
+    def __init__(self) -> None:
+        super().__init__(4)
+        self.layers = nn.ModuleList([self.body, self.head])
+
+
+def test_a_head_with_two_names_is_reset(tmp_path):
+    saved, model = Aliased(), Aliased()
+    torch.save(saved.state_dict(), tmp_path / "weights.pt")
+    head = model.head.weight.detach().clone()
+    load_weights(model, str(tmp_path / "weights.pt"), reset_head=True)
+    assert model.body.weight.equal(saved.body.weight)
+    assert model.head.weight.equal(head)
+
+
 @pytest.mark.parametrize("key", ["net", "model_state", "weights", "state_dict"])
 def test_the_state_dict_in_a_checkpoint_is_found_under_any_key(tmp_path, key):
     net, path = nn.Linear(2, 3), str(tmp_path / "weights.pth")

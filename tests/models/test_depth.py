@@ -86,6 +86,16 @@ class Tied(nn.Module):
         self.lm_head.weight = self.wte.weight
 
 
+class TiedBlocks(Tied):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lm_head = nn.Linear(SIZE, 9)
+        self.lm_head.weight = self.wte.weight
+
+    def blocks(self) -> list[tuple[str, nn.Module]]:
+        return [("wte", self.wte), ("h.0", self.h[0]), ("h.1", self.h[1]), ("lm_head", self.lm_head)]
+
+
 RATES = {
     BertClassifier: {
         "bert.word_embeddings": 0.0625, "bert.embedding_norm": 0.0625, "bert.encoder.layer.0": 0.125,
@@ -101,6 +111,7 @@ RATES = {
     },
     Plain: {"features.0": 0.125, "features.1": 0.125, "features.3": 0.25, "classifier.1": 0.5, "classifier.3": 1.0},
     Tied: {"wte": 0.25, "h.0": 0.5, "h.1": 1.0},
+    TiedBlocks: {"wte": 0.125, "h.0": 0.25, "h.1": 0.5, "lm_head": 1.0},
 }  # fmt: skip
 """The factors of the learning rate for `layer_decay=0.5`, by the beginnings of the names of parameters."""
 
@@ -123,6 +134,14 @@ def test_a_group_with_a_rate_of_its_own_is_left_out():
     layer = "lr/bert.encoder.layer."
     wanted = {"lr": 0.5, "lr/classifier": 0.3, f"{layer}2": 0.25, f"{layer}1": 0.125, f"{layer}0": 0.0625}
     assert rates == pytest.approx(wanted | {"lr/bert.word_embeddings": 0.03125})
+
+
+@pytest.mark.parametrize("network", [Tied, TiedBlocks])
+@pytest.mark.parametrize("pattern", ["wte", "lm_head", "lm_head.weight"])
+def test_a_tied_parameter_has_the_names_of_all_its_uses(network, pattern):
+    model = network()
+    groups = SGD(lr=0.5, groups={pattern: {"lr": 0.3}}).build(model).param_groups
+    assert [group["lr"] for group in groups if any(p is model.wte.weight for p in group["params"])] == [0.3]
 
 
 class Both(nn.Module):
