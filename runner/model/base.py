@@ -48,6 +48,8 @@ class Model(ABC):
     may_change_on_resume: ClassVar[tuple[str, ...]] = ("checkpoint_activations", "weights", "reset_head", "download")
     num_dims: ClassVar[int | None] = 3
     """Number of dimensions of one input: 3 for images; None if the network flattens inputs of any shape."""
+    takes_tokens: ClassVar[bool | None] = False
+    """Whether an input is the indices of tokens; None if it is not known."""
 
     def __post_init__(self) -> None:
         why = "nothing is frozen that it could be an exception from"

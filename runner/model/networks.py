@@ -106,6 +106,44 @@ class NatureCNN(Model):
 
 
 @dataclass
+class GPT(Model):
+    """A decoder-only transformer for token ids: `runner.models.gpt.GPT`. Its vocabulary is the classes of the data."""
+
+    layers: PositiveInt = 12
+    width: PositiveInt = 768
+    heads: PositiveInt = 12
+    kv_heads: PositiveInt | None = None
+    context: PositiveInt = 1024
+    dropout: Annotated[float, Range(least=0, below=1)] = 0.0
+    norm: Literal["rms", "layer"] = "rms"
+    positions: Literal["rotary", "learned"] = "rotary"
+    bias: bool = False
+    tied: bool = True
+
+    num_dims: ClassVar[int | None] = 1
+    takes_tokens: ClassVar[bool | None] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        of_head, rest = divmod(self.width, self.heads)
+        why = f"{self.heads} heads cannot divide a width of {self.width}"
+        check(not rest, "heads", self.heads, why, f"model.width={self.heads * max(1, of_head)}")
+        why = f"rotary positions rotate pairs of components, and a head has {of_head}"
+        check(of_head % 2 == 0 or self.positions == "learned", "heads", self.heads, why, "model.positions=learned")
+        why, remedy = f"{self.heads} heads cannot share them equally", "a divisor of model.heads"
+        check(self.heads % (self.kv_heads or 1) == 0, "kv_heads", self.kv_heads, why, remedy)
+
+    def network(self, shape: tuple[int, ...], num_classes: int) -> torch.nn.Module:
+        from runner.models import gpt
+
+        why = f"an input has {shape[0]} tokens"
+        check(shape[0] <= self.context, "context", self.context, why, f"model.context={shape[0]}, or shorter inputs")
+        sizes = (self.layers, self.width, self.heads, self.kv_heads, self.dropout)
+        form = (self.norm, self.positions, self.bias, self.tied)
+        return gpt.GPT(num_classes, self.context, *sizes, *form, self.checkpoint_activations)
+
+
+@dataclass
 class NamedModel(Model):
     """The base class for the options of networks that a library builds by `name`, with the arguments `options`."""
 

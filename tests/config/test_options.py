@@ -75,6 +75,9 @@ for package, game in (("ale_py", "atari"), ("minatar", "minatar")):
     CROSSED["env"].remove(game)  # games need networks for images, which other environments refuse
     if find_spec(package) is None:
         ABSENT_HERE[f"experiment=dqn_{game}"] = "env.id"
+for name in ("gpt", "gpt2", "gpt_tiny"):
+    CROSSED["model"].remove(name)  # they need texts, which other networks refuse
+    REFUSED[frozenset(("workload=dqn", f"model={name}"))] = "model"
 if find_spec("timm") is None:
     CROSSED["model"].remove("timm")
     for pair in [pair for pair in REFUSED if "model=timm" in pair]:

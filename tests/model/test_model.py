@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from runner.config.errors import ConfigError
 from runner.config.schema import build
 from runner.model.base import Model
-from runner.model.networks import ConvNet, NatureCNN, ResNet
+from runner.model.networks import GPT, ConvNet, NatureCNN, ResNet
 from runner.model.weights import read_weights
 from runner.models import convnet, resnet
 
@@ -49,6 +49,9 @@ def test_options_are_passed_to_the_network():
 @pytest.mark.cases(
     (ConvNet, {"channels": ()}, "channels"),
     (NatureCNN, {"strides": (4, 2)}, "strides"),
+    (GPT, {"heads": 5}, "heads"),
+    (GPT, {"heads": 256}, "heads"),  # of three features, and pairs are rotated
+    (GPT, {"kv_heads": 5}, "kv_heads"),
     (ConvNet, {"weights": "absent.pt"}, "weights"),
     (ResNet, {"reset_head": True}, "reset_head"),
 )
@@ -58,9 +61,19 @@ def test_an_invalid_value_is_refused_by_its_key(cls, options, key):
     assert error.value.key == key
 
 
-def test_inputs_that_are_too_small_are_refused_by_key():
+def test_inputs_of_another_size_than_the_network_can_take_are_refused_by_key():
     error = refusal(shape=(1, 8, 8))
     assert (error.key, error.got) == ("kernel_size", 5)
+    with pytest.raises(ConfigError) as refused:
+        option("gpt_tiny").build((257,), 257)
+    assert (refused.value.key, refused.value.got) == ("context", 256)
+
+
+@pytest.mark.parametrize(("name", "vocabulary", "count"), [("gpt2", 50257, 124_439_808), ("gpt_tiny", 257, 1_017_344)])
+def test_language_models_have_the_sizes_of_their_names(name, vocabulary, count):
+    with torch.device("meta"):
+        network = option(name).build((256,), vocabulary)
+    assert sum(each.numel() for each in network.parameters()) == count
 
 
 def spellings(state: dict[str, torch.Tensor]) -> dict[str, Any]:

@@ -105,8 +105,9 @@ class DQN(Workload):
         with errors_under("env"):
             self.env.prepare()
         shape, num_dims = self.env.shape, len(self.env.shape)
-        if self.model.num_dims not in (None, num_dims):
-            raise self.model.refused(f"it takes images, and {self.env.name} has none", "use model=qnet")
+        if self.model.takes_tokens or self.model.num_dims not in (None, num_dims):
+            kind = "texts" if self.model.takes_tokens else "images"
+            raise self.model.refused(f"it takes {kind}, and {self.env.name} has none", "use model=qnet")
         if self.env.pixels is not None:
             fits, why = self.replay_size <= MAX_FRAMES, f"the numbers of its frames are below {MAX_FRAMES:,}"
             check(fits, "workload.replay_size", self.replay_size, why, f"workload.replay_size={MAX_FRAMES}")
