@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -176,7 +176,7 @@ def _rotated(x: torch.Tensor) -> torch.Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=3).to(x.dtype)
 
 
-def linear_layout(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def linear_layout(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the tensors of a GPT-2 of transformers by the names and in the layout of `GPT`; others unchanged.
 
     Its weights are [inputs, outputs], those of `torch.nn.Linear` [outputs, inputs]. The masks in old files are left
@@ -185,7 +185,7 @@ def linear_layout(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor
     names = {name.removeprefix("transformer."): name for name in tensors}
     of_keys = [tensors[names[name]] for name in names if name.endswith(".attn.c_attn.weight")]
     if not of_keys or any(each.shape[0] >= each.shape[1] for each in of_keys):  # there are more outputs than inputs
-        return dict(tensors)
+        return tensors
     found = {}
     for name, original in names.items():
         tensor = tensors[original]

@@ -54,7 +54,7 @@ class ModelParallel(Partition, Parallel):
             self._stages: list[torch.nn.Module] = [super()._place(model, session)]
             return model
         _, starts = self.profiled(model, first_inputs(model, session), session, len(devices))
-        stages = [Blocks(blocks) for blocks in self.cut(model, starts)]
+        stages = [Blocks(blocks) for blocks in self.cut(model, starts, session)]
         move(model, device, session.channels_last)
         for stage, place in zip(stages, devices, strict=True):
             stage.to(place)

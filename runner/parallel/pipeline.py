@@ -22,13 +22,14 @@ from runner.parallel.base import move
 from runner.parallel.compiling import compile_in_place, refuse_step
 from runner.parallel.full_state import TensorDict
 from runner.parallel.launch.processes import Launcher
-from runner.parallel.multiprocess import MultiProcess
+from runner.parallel.multiprocess import MultiProcess, finds_unused
 from runner.parallel.pipelining.partition import (
     BlockProfile,
     Partition,
     StageModule,
     first_inputs,
     keep_only,
+    stages_of_each_tensor,
     supervised,
 )
 from runner.parallel.pipelining.schedules import STAGES_EACH, ScheduleName, check_split_backward, num_micro_batches
@@ -87,6 +88,9 @@ class Pipeline(Partition, MultiProcess):
         each = STAGES_EACH[self.schedule][0]
         return stages // each if stages % each == 0 and stages > each else stages
 
+    def may_share(self, session: Session) -> bool:
+        return self.in_processes or len(session.devices) == 1
+
     def num_stages(self, session: Session) -> int:
         if self.asked_stages is not None:
             return self.asked_stages
@@ -128,6 +132,7 @@ class Pipeline(Partition, MultiProcess):
         count = self.num_stages(session)
         self._num_workers = count if self.engine == "streams" else session.world_size
         self._names, self._elsewhere = list(model.state_dict()), set[str]()
+        self._shared, self._finds_unused = dict[str, list[int]](), finds_unused("auto", model)
         self._spans: list[Span] = []
         self._timeline = Timeline(session.devices)
         if self.batch_norm == "defer":
@@ -140,7 +145,7 @@ class Pipeline(Partition, MultiProcess):
 
         sent, starts = session.collectives.from_rank_0(profiles_and_starts)  # by one process, as measured times differ
         profiles = [BlockProfile(*each) for each in sent]
-        stages = self.cut(model, starts)
+        stages = self.cut(model, starts, session)
         size = session.plan.chunk_size
         if session.plan.chunks == 1:
             log.warning("one micro-batch of %d samples: one stage computes at a time, nothing overlaps", size)
@@ -148,11 +153,13 @@ class Pipeline(Partition, MultiProcess):
         if self.in_processes:
             check_split_backward(self.schedule, model)
             numbers = range(session.rank, count, session.world_size)
-            stage_of = self.stage_of_each_tensor(model, stages)
+            stages_of = stages_of_each_tensor(model, stages).items()
+            ranks_of = {name: sorted({number % session.world_size for number in found}) for name, found in stages_of}
             others = {id(m) for i, blocks in enumerate(stages) if i not in numbers for b in blocks for m in b.modules()}
             here = {id(m) for i in numbers for b in stages[i] for m in b.modules()}
             self._elsewhere = {name for name, m in model.named_modules() if id(m) in others - here}
-            keep_only(model, {name for name, number in stage_of.items() if number in numbers})
+            keep_only(model, {name for name, ranks in ranks_of.items() if session.rank in ranks})
+            self._shared = {name: ranks for name, ranks in ranks_of.items() if len(ranks) > 1}
             why = f"process {session.rank} has nothing to train"
             check(bool(trainable(model)), "parallel.cuts", self.cuts, why, "cut elsewhere, or take fewer stages")
         move(model, session.device, session.channels_last)
@@ -202,13 +209,37 @@ class Pipeline(Partition, MultiProcess):
         with timer.section("pipeline"):
             self._engine.train(*(batch or (None, None)), loss)
         self._timeline.on = False
+        if micro.is_last and self._shared:
+            self._add_gradients(model)
         if micro.is_last and self.batch_norm == "defer":
             batch_norm.update(model)
         # Only the process of the last stage has sums, so the sums over all processes are the sums of the batch.
         return torch.stack(sums).sum(0) if sums else None
 
+    def _shared_here(self, model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+        """Return the trained parameters of this rank that other ranks have, too, by name."""
+        here = {n: model.get_parameter(n) for n, ranks in self._shared.items() if self._session.rank in ranks}
+        return {name: parameter for name, parameter in here.items() if parameter.requires_grad}
+
+    @torch.no_grad()
+    def _add_gradients(self, model: torch.nn.Module) -> None:
+        """Give each parameter that several ranks have the sum of their gradients; none if no rank has used it."""
+        from runner.parallel.pipelining.engines import add_up
+
+        shared = self._shared_here(model)
+        used = [name for name, parameter in shared.items() if parameter.grad is not None or not self._finds_unused]
+        if self._finds_unused:
+            used = [name for names in self._session.collectives.all_gather(used) for name in names]
+        for name, parameter in shared.items():
+            if name in used:
+                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                add_up(parameter.grad, self._shared[name])
+
     def clip_gradients(self, model: torch.nn.Module, max_norm: float | None) -> torch.Tensor:
-        norm, parameters = super().clip_gradients(model, None), trainable(model)
+        parameters, shared = trainable(model), self._shared_here(model)
+        counted_elsewhere = {p for name, p in shared.items() if self._shared[name][0] != self._session.rank}
+        gradients = [p.grad for p in parameters if p.grad is not None and p not in counted_elsewhere]
+        norm = torch.nn.utils.get_total_norm(gradients).to(self._session.device)
         total = self._session.collectives.all_reduce({"squares": norm.square()})["squares"].sqrt()
         if max_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total)

@@ -13,6 +13,7 @@ from torch.nn.functional import cross_entropy, log_softmax, nll_loss
 from helpers.compose import compose_config
 from helpers.strange_networks import CPU, case, trained_with
 from runner.config import user_code
+from runner.models.gpt import GPT
 
 COUNT, LENGTH, CLASSES = 48, 5, 3
 WEIGHTS = torch.tensor([1.0, 3.0, 0.5])
@@ -74,6 +75,26 @@ class LogSoftmax(PerToken):
         self.append(nn.LogSoftmax(1))
 
 
+class Tied(nn.Sequential):
+    """Logits [n, 20, length]. The last block has the weight of the first one: they are products with the embeddings."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Embedding(20, 8), Hidden(8, 8), Hidden(8, 8), Head(8, 20))
+        self[3].weight = self[0].weight
+
+
+GPT_OF_SEQUENCES = partial(GPT, 20, LENGTH, 2, 16, 4, kv_heads=2)
+
+
+def mean_over_tokens(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """The mean cross-entropy of logits [n, length, classes]."""
+    return cross_entropy(outputs.flatten(0, 1), targets.flatten())
+
+
+def sum_over_tokens(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return pair_of_sum_and_count(outputs.flatten(0, 1), targets.flatten())
+
+
 LOSSES: dict[str, tuple[Any, Any, Any]] = {
     "default": (PerToken, None, cross_entropy),
     "function": (PerToken, cross_entropy, cross_entropy),
@@ -82,6 +103,9 @@ LOSSES: dict[str, tuple[Any, Any, Any]] = {
     "log-likelihood": (LogSoftmax, nn.NLLLoss(), nll_loss),
     "pair": (PerToken, pair_of_sum_and_count, cross_entropy),
     "several values": (PerToken, several_values, cross_entropy),
+    "tied": (Tied, None, cross_entropy),
+    "gpt": (GPT_OF_SEQUENCES, sum_over_tokens, mean_over_tokens),
+    "gpt recomputed": (partial(GPT_OF_SEQUENCES, checkpoint_activations=True), sum_over_tokens, mean_over_tokens),
 }
 """By name: a network, the loss that is given, and the mean of a whole batch that is meant."""
 

@@ -151,5 +151,6 @@ def test_weights_with_inputs_before_outputs_are_transposed_and_others_are_not():
     for converted in (linear_layout(theirs), linear_layout(ours)):
         assert converted.keys() == ours.keys()
         assert all(torch.equal(converted[name], ours[name]) for name in ours)
+    assert linear_layout(ours) is ours, "with the versions of modules that it may have"
     head = {"lm_head.weight": torch.zeros(VOCABULARY, WIDTH)}
     assert "lm_head.weight" in linear_layout(theirs | head), "it is another one than the embeddings"

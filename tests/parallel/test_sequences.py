@@ -106,11 +106,42 @@ PAIRS += [
 PAIRS += [
     ("several values", mode) for mode in ("parallel=pipeline parallel.split_size=3", "compile=step accumulation=4")
 ]
+PAIRS += [
+    ("tied", f"parallel=pipeline parallel.split_size=3 {words}".strip()) for words in ("", "parallel.engine=streams")
+]
+PAIRS += [
+    ("gpt", "parallel=fsdp accumulation=2"),
+    ("gpt", "parallel=pipeline parallel.split_size=3 parallel.schedule=interleaved_1f1b"),
+    ("gpt", "parallel=pipeline parallel.split_size=3 parallel.schedule=zero_bubble"),
+    ("gpt recomputed", "parallel=fsdp"),
+    ("gpt recomputed", "parallel=pipeline parallel.split_size=2 parallel.schedule=1f1b accumulation=2"),
+]
+SLOW = [pytest.param("gpt", "compile=step accumulation=4", marks=pytest.mark.slow)]
 
 
-@pytest.mark.parametrize(("name", "mode"), PAIRS)
+@pytest.mark.parametrize(("name", "mode"), PAIRS + SLOW)
 def test_a_mean_over_tokens_is_that_of_the_whole_batch(name, mode, ranks, tmp_path):
     check(name, mode, ranks, tmp_path, of_tokens(name))
+
+
+@pytest.mark.parametrize("name", ["tied", "gpt"])
+def test_a_parameter_of_two_stages_counts_once_in_the_norm_and_the_state_of_the_optimizer(name, ranks, tmp_path):
+    """Of three processes, the one in the middle does not have it."""
+    found = []
+    for count, mode in ((1, ()), (3, ("parallel=pipeline", "parallel.processes=3", "parallel.split_size=4"))):
+        words = ("precision=64", "optimizer=adamw", "optimizer.lr=0.01", "max_grad_norm=0.02", "log_every=1", *mode)
+        (directory := tmp_path / str(count)).mkdir()
+        result = ranks(count).call_on_all(trained, name, config_of(name, *words), directory)[0]
+        assert not isinstance(result, str), result
+        norms = [norm for _, norm in scalar_curves(directory)["train/gradient_norm"]]
+        assert min(norms) > 0.02
+        state = torch.load(directory / "checkpoints" / f"step_{STEPS:08d}" / "state.pt", weights_only=True)
+        moments = {parameter: each["exp_avg"] for parameter, each in state["optimizer"].items()}
+        found.append((norms, weights_at(directory, STEPS), moments))
+    (norms, weights, moments), (norms_of_pipeline, *of_pipeline) = found
+    assert norms_of_pipeline == pytest.approx(norms, rel=1e-6)
+    for got, expected in zip(of_pipeline, (weights, moments), strict=True):
+        assert largest_difference(got, expected) < 1e-12
 
 
 def test_the_first_member_of_an_ensemble_divides_by_its_own_counts(ranks, tmp_path):

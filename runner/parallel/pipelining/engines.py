@@ -12,6 +12,7 @@ from torch.distributed import pipelining
 
 from runner.batching import Plan
 from runner.data.base import copied
+from runner.parallel.collectives import bytes_of
 from runner.parallel.pipelining.partition import BlockProfile, Loss, StageModule
 from runner.parallel.pipelining.schedules import STAGES_EACH
 from runner.parallel.pipelining.timeline import Timeline
@@ -161,6 +162,22 @@ class _TimedStage(pipelining.PipelineStage):
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *arguments: Any, **options: Any) -> Any:
         with self._timeline.span(self.stage_index, "weights", bwd_chunk_id, self.device):
             return super().backward_weight_one_chunk(bwd_chunk_id, *arguments, **options)
+
+
+def add_up(tensor: torch.Tensor, ranks: Sequence[int]) -> None:
+    """Replace `tensor` on each of `ranks` by the sum of theirs, which one of them computes: the bits are the same."""
+    total, (first, *others) = tensor.contiguous(), ranks
+    if dist.get_rank() != first:
+        dist.send(bytes_of(total), first)
+        dist.recv(bytes_of(total), first)
+    else:
+        for other in others:
+            received = torch.empty_like(total)
+            dist.recv(bytes_of(received), other)
+            total += received
+        for other in others:
+            dist.send(bytes_of(total), other)
+    tensor.copy_(total)
 
 
 class StreamEngine:

@@ -92,38 +92,34 @@ class Partition:
         timed = self.cuts == "auto" and (len(cuts) + 1 != count or not {*cuts} <= {*names})
         profiles = profile_blocks(model, inputs, session, timed)
         if timed:
-            seconds, tied = [profile.seconds for profile in profiles], tied_positions(model)
+            seconds, tied = [profile.seconds for profile in profiles], tied_positions(model, self.may_share(session))
             inner = balanced(seconds, count, tied) or balanced(seconds, count)  # which is then refused
         else:
             inner = positions_of(cuts, names)
         return profiles, [0, *inner]
 
-    def cut(self, model: torch.nn.Module, starts: Sequence[int]) -> list[list[torch.nn.Module]]:
-        """Return the blocks of each stage of `model`, given the positions of those with which stages begin."""
+    def may_share(self, session: Session) -> bool:
+        """Return whether several stages may have the same parameter."""
+        return False
+
+    def cut(self, model: torch.nn.Module, starts: Sequence[int], session: Session) -> list[list[torch.nn.Module]]:
+        """Return the blocks of each stage of `model`, given the positions of those with which stages begin.
+
+        Raises:
+            ConfigError: if stages share a tensor, unless it is a parameter, and they may.
+        """
         names, blocks = zip(*blocks_of(model), strict=True)
         bounds = [*starts, len(blocks)]
         stages = [list(blocks[start:stop]) for start, stop in pairwise(bounds)]
         ends = [(names[start], names[stop - 1]) for start, stop in pairwise(bounds)]
         self._found[:] = [names[start] for start in starts[1:]]
         log.info("stages: %s", " | ".join(first if first == last else f"{first} … {last}" for first, last in ends))
-        self.stage_of_each_tensor(model, stages)  # refuses a tensor that would have to be in two stages
+        parameters = {name for name, _ in model.named_parameters()} if self.may_share(session) else set()
+        for name, numbers in stages_of_each_tensor(model, stages).items():
+            why = f"stages {' and '.join(map(str, numbers))} share {name}"
+            remedy = "cut elsewhere, or parallel=pipeline with processes, for parameters"
+            check(len(numbers) < 2 or name in parameters, "parallel.cuts", self.cuts, why, remedy)
         return stages
-
-    def stage_of_each_tensor(
-        self, model: torch.nn.Module, stages: Sequence[Sequence[torch.nn.Module]]
-    ) -> dict[str, int]:
-        """Return the number of the stage of each parameter and buffer of `model` by name, given each stage's blocks.
-
-        A tensor that is not part of any block belongs to stage 0. If stages share one, a `ConfigError` is raised.
-        """
-        names = {id(tensor): name for name, tensor in named_tensors(model)}
-        stage_of: dict[int, int] = {}
-        for number, blocks in enumerate(stages):
-            for tensor in (tensor for block in blocks for _, tensor in named_tensors(block)):
-                if (first := stage_of.setdefault(id(tensor), number)) != number:
-                    why = f"stages {first} and {number} share {names[id(tensor)]}"
-                    raise ConfigError("parallel.cuts", self.cuts, why, "cut elsewhere")
-        return {name: stage_of.get(key, 0) for key, name in names.items()}
 
 
 def supervised(workload: Workload) -> SupervisedWorkload:
@@ -158,11 +154,26 @@ def positions_of(cuts: Sequence[str], names: Sequence[str]) -> list[int]:
     return found
 
 
-def tied_positions(model: torch.nn.Module) -> set[int]:
-    """Return positions of blocks of `model` with which no stage can begin: earlier and later blocks share a tensor."""
+def stages_of_each_tensor(model: torch.nn.Module, stages: Sequence[Sequence[torch.nn.Module]]) -> dict[str, list[int]]:
+    """Return the numbers of the stages that have a parameter or buffer of `model`, by its name, given their blocks.
+
+    A tensor that is not part of any block belongs to stage 0.
+    """
+    uses: dict[int, list[int]] = {}
+    for number, blocks in enumerate(stages):
+        for key in {id(tensor) for block in blocks for _, tensor in named_tensors(block)}:
+            uses.setdefault(key, []).append(number)
+    return {name: uses.get(id(tensor), [0]) for name, tensor in named_tensors(model)}
+
+
+def tied_positions(model: torch.nn.Module, may_share: bool) -> set[int]:
+    """Return positions of blocks of `model` with which no stage can begin: earlier and later blocks share a tensor.
+
+    If they `may_share` parameters, only buffers count.
+    """
     uses: dict[int, list[int]] = {}
     for position, (_, block) in enumerate(blocks_of(model)):
-        for _, tensor in named_tensors(block):
+        for _, tensor in block.named_buffers() if may_share else named_tensors(block):
             uses.setdefault(id(tensor), []).append(position)
     return {position for found in uses.values() for position in range(found[0] + 1, found[-1] + 1)}
 

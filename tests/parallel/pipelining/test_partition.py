@@ -15,6 +15,8 @@ from runner.config.errors import ConfigError
 from runner.model.base import without_memory
 from runner.models.convnet import ConvNet
 from runner.models.resnet import ResNet
+from runner.parallel.model import ModelParallel
+from runner.parallel.pipeline import Pipeline
 from runner.parallel.pipelining import partition as partitioning
 from runner.parallel.pipelining.engines import StreamEngine, clock
 from runner.parallel.pipelining.timeline import Timeline
@@ -73,7 +75,8 @@ def test_balanced_minimizes_the_time_of_the_slowest_stage(num_stages):
 def test_no_stage_begins_between_blocks_that_share_a_tensor_if_that_is_possible():
     layers = [torch.nn.Linear(2, 2) for _ in range(5)]
     layers[3].weight = layers[1].weight
-    tied = partitioning.tied_positions(torch.nn.Sequential(*layers))
+    assert partitioning.tied_positions(torch.nn.Sequential(*layers), may_share=True) == set(), "it is a parameter"
+    tied = partitioning.tied_positions(torch.nn.Sequential(*layers), may_share=False)
     assert tied == {2, 3}
     assert partitioning.balanced([1, 1, 1, 1, 1], 2, tied) in ([1], [4])
     assert partitioning.balanced([1, 1, 1, 1, 1], 3, tied) == [1, 4]
@@ -179,21 +182,32 @@ def test_every_tensor_belongs_to_one_stage():
     model = ResNet(18, num_classes=5)
     model.register_parameter("conv1_extra", nn.Parameter(torch.zeros(())))  # in no block: it belongs to the first stage
     blocks = [block for _, block in model.blocks()]
-    owner = partitioning.Partition().stage_of_each_tensor(model, [blocks[:3], blocks[3:]])
-    assert owner.keys() == {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
-    assert {name for name, number in owner.items() if number == 0} == {
-        name for name in owner if name.startswith(("conv1", "bn1.", "layer1."))
+    owners = partitioning.stages_of_each_tensor(model, [blocks[:3], blocks[3:]])
+    assert owners.keys() == {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
+    assert {name for name, numbers in owners.items() if numbers == [0]} == {
+        name for name in owners if name.startswith(("conv1", "bn1.", "layer1."))
     }
 
 
-def test_tied_weights_within_a_stage_stay_tied_and_those_of_two_stages_are_refused():
+@pytest.mark.parametrize(("mode", "devices"), [(ModelParallel(), 2), (Pipeline(engine="streams"), 2), (Pipeline(), 1)])
+def test_stages_on_several_devices_of_a_process_share_no_tensor_and_those_of_processes_no_buffer(mode, devices):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.BatchNorm1d(2))
+    model[1].weight = model[0].weight
+    if devices == 1:
+        model.insert(0, model[2])
+    session: Any = SimpleNamespace(devices=[CPU] * devices)
+    with pytest.raises(ConfigError, match=rf"stages 0 and 1 share 0\.{'weight' if devices == 2 else 'running_mean'}"):
+        mode.cut(model, [0, 1], session)
+
+
+def test_tied_weights_within_a_stage_stay_tied_and_those_of_two_stages_are_in_both():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
     model[1].weight = model[0].weight
-    with pytest.raises(ConfigError, match=r"stages 0 and 1 share 0\.weight"):
-        partitioning.Partition().stage_of_each_tensor(model, [[model[0]], [model[1], model[2]]])
+    owners = partitioning.stages_of_each_tensor(model, [[model[0]], [model[1], model[2]]])
+    assert owners == {"0.weight": [0, 1], "0.bias": [0], "1.bias": [1], "2.weight": [1], "2.bias": [1]}
     expected = model[1](model[0](torch.ones(1, 2)))
-    owner = partitioning.Partition().stage_of_each_tensor(model, [[model[0], model[1]], [model[2]]])
-    partitioning.keep_only(model, {name for name, number in owner.items() if number == 0})
+    owners = partitioning.stages_of_each_tensor(model, [[model[0], model[1]], [model[2]]])
+    partitioning.keep_only(model, {name for name, numbers in owners.items() if numbers == [0]})
     assert torch.equal(model[1](model[0](torch.ones(1, 2))), expected)
     assert model[1].weight is model[0].weight
     assert model[2].weight is None
