@@ -27,9 +27,7 @@ from runner.config.options import chosen_option
 from runner.config.schema import component_fields
 from runner.failures import torch_refusals
 from runner.model.networks import NamedModel
-from runner.parallel.attributes import plain_values_kept
 from runner.parallel.base import Parallel
-from runner.parallel.buffers import buffers_kept
 from runner.parallel.collectives import Collectives
 from runner.parallel.session import Session
 from runner.precision import Double, Precision
@@ -39,6 +37,7 @@ from runner.seeds import random_states, set_random_states
 from runner.system import torch_errors
 from runner.tracking.log_file import quiet
 from runner.tracking.metrics import DivergedError
+from runner.verification.carried_state import carried_state
 from runner.verification.steps import Steps, record
 from runner.verification.verdict import (
     FLOAT32_ROUNDING,
@@ -124,6 +123,7 @@ class _Proof:
         self._run, self._session, self._ways, self._scratch = run, session, ways, scratch
         plan = session.plan
         self._num_parts = plan.accumulation * plan.chunks * plan.num_data_ranks
+        self._fine = run.precision if run.precision.tolerance <= Precision.tolerance else Precision()
         self._references: dict[tuple[type[Precision], int], Steps] = {}
         self._tested: dict[type[Precision], Steps] = {}
         self._switch, self._parts, self._batch_norms = 0, 1, set[str]()
@@ -131,10 +131,10 @@ class _Proof:
     def text(self) -> str:
         """Return in words what was found; raise a `ConfigError` if the steps differ. Called on every rank."""
         on_rank_0, own, exact = self._session.collectives.from_rank_0, self._run.precision, Double()
+        fine = self._fine
         self._switch, why_not, self._draws = on_rank_0(self._choose)
         if why_not:
             return f"left out, as {why_not}"
-        fine = own if own.tolerance <= Precision.tolerance else Precision()
         self._train(fine)
         if self._draws:  # which may change nothing, as the order of a sum
             found = on_rank_0(partial(self._difference, fine))
@@ -154,7 +154,7 @@ class _Proof:
 
     def _choose(self) -> tuple[int, str, str]:
         """Return the index of what switches random numbers off, why nothing can be compared, and why none is off."""
-        fine = self._run.precision if self._run.precision.tolerance <= Precision.tolerance else Precision()
+        fine = self._fine
         try:
             draws = ""
             for self._switch in range(len(_SWITCHES)):
@@ -183,6 +183,9 @@ class _Proof:
         is_in_passes = plan.accumulation * plan.chunks > 1 or is_compiled
         if names := steps.written * (self._num_parts > 1 or is_compiled) + steps.replaced * is_in_passes:
             raise self._refused(f"{why} ({names[0]}): each part of a batch would leave others")
+        if plan.accumulation * plan.chunks > 1 and (name := self._carried()):
+            why = f"each forward pass changes {name}, with which the next one computes"
+            raise self._refused(f"{why}, and a single device has one pass a step, of the whole batch")
         return self._switch, "", draws
 
     def _find_batch_norm(self) -> None:
@@ -270,25 +273,12 @@ class _Proof:
                 continue
             if not (found := largest_difference({name: ours}, {name: theirs[buffer]})).size <= FLOAT32_ROUNDING:
                 words = _words("buffers", found, FLOAT32_ROUNDING) + "; later steps compute with them"
-                return words if self._trains_with_buffers() else ""
+                return words if self._carried() else ""
         return ""
 
-    def _trains_with_buffers(self) -> bool:
-        """Return whether the loss of a training step depends on the values of floating-point buffers."""
-        run, losses = self._copied(Precision(), Parallel()), []
-        model = run.workload.build_model().to(self._session.device)
-        _SWITCHES[self._switch](model.train())
-        modules = [each for each in (model, run.workload.loss_module()) if each is not None]
-        for change in (0.0, 1.0):
-            batch = next(run.workload.batches(model, Plan(run.batch_size, seed=run.seed), 0, self._session.device))
-            with buffers_kept(modules), plain_values_kept(torch.nn.ModuleList(modules)):
-                for buffer in model.buffers():
-                    buffer.data += change if buffer.is_floating_point() else 0
-                for phase in run.workload.phases(model):
-                    run.workload.phase = phase.name
-                    losses.append(run.workload.loss(model, batch)[0].detach())
-        half = len(losses) // 2
-        return any(not torch.equal(*pair) for pair in zip(losses[:half], losses[half:], strict=True))
+    def _carried(self) -> str:
+        """Return the name of what a forward pass in training leaves to the next one (see `carried_state`)."""
+        return carried_state(self._copied(self._fine, Parallel()), self._session, self._num_parts)
 
     def _remark(self) -> str:
         if self._parts > 1:

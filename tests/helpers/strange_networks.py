@@ -249,6 +249,40 @@ def orthogonal() -> nn.Module:
     return chain(nn.Tanh(), nn.utils.parametrizations.orthogonal(nn.Linear(8, 8)))
 
 
+def spectral_norm() -> nn.Module:
+    """Its power iterations have converged, so that they change in later steps, but hardly in the first one."""
+    layer = nn.Linear(8, 8)
+    with torch.no_grad():
+        layer.weight.copy_(torch.diag(torch.tensor([3.0, 0.3, 0.25, 0.2, 0.2, 0.1, 0.1, 0.1])))
+    return chain(nn.Tanh(), nn.utils.parametrizations.spectral_norm(layer))
+
+
+class CountsPasses(nn.Module):
+    """A number in an attribute says how many forward passes in training there were, and the next one depends on it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.count = chain(nn.Tanh()), 1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += self.training
+        return self.layers(x / self.count)
+
+
+class FillsTable(nn.Module):
+    """A buffer is computed in the first forward pass, and kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = chain(nn.Tanh())
+        self.register_buffer("table", torch.zeros(0), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if len(self.table) < x.shape[1]:
+            self.table = torch.linspace(0, 1, x.shape[1], dtype=x.dtype)
+        return self.layers(x * self.table)
+
+
 class Complex(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -393,6 +427,9 @@ CASES: dict[str, dict[str, Any]] = {
     "complex": case(Complex),
     "sparse_parameter": case(SparseParameter),
     "orthogonal": case(orthogonal),
+    "spectral_norm": case(spectral_norm),
+    "counts_passes": case(CountsPasses),
+    "fills_table": case(FillsTable),
     "frozen_integers": case(FrozenIntegers),
     "own_linear": case(lambda: chain(OwnLinear(8, 8))),
     "old_weight_norm": case(old_weight_norm),

@@ -36,6 +36,13 @@ PLANTED_MISTAKES: dict[str, tuple[str, list[str], str]] = {
     "statistics of the batch": ("centers", ["accumulation=2"], "depends on how it is divided"),
     "statistics of the batch in ddp": ("centers", ["parallel=ddp"], "depends on how it is divided"),
     "running statistics in training": ("assigned_buffer_in_training", ["parallel=ddp"], "later steps compute with"),
+    "power iterations": ("spectral_norm", ["accumulation=2"], "changes 2.parametrizations.weight.0._u, with which"),
+    "power iterations of chunks": (
+        "spectral_norm",
+        ["parallel=pipeline"],
+        "2.parametrizations.weight.0._u, with which",
+    ),
+    "a counter of passes": ("counts_passes", ["accumulation=2"], "each forward pass changes count, with which"),
     "weights written in forward": ("writes_weights", ["parallel=ddp"], "writes weights (table.weight)"),
     "weights written in fsdp": ("writes_weights", ["parallel=fsdp"], "writes weights (table.weight)"),
     "the rank in the network": ("knows_its_rank", ["parallel=ddp"], "loss"),
@@ -109,6 +116,8 @@ RIGHT: dict[str, list[str]] = {
     "own_linear": ["parallel=fsdp", "parallel=pipeline"],
     "temperature": ["parallel=ddp"],
     "orthogonal": ["parallel=pipeline"],
+    "spectral_norm": ["parallel=ddp", "parallel=fsdp", "compile=step"],
+    "fills_table": ["accumulation=2", "parallel=ddp"],
     "frozen_integers": ["parallel=fsdp"],
 }
 """The modes in which a network of `CASES` trains to the weights of a plain loop."""

@@ -1,0 +1,85 @@
+"""What a forward pass in training leaves to the next one, as the vectors of spectral normalization."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from runner.batching import Plan
+from runner.data.base import copied
+from runner.parallel.attributes import plain_values
+from runner.parallel.buffers import named_buffers, with_own_memory
+from runner.parallel.session import Session
+from runner.run import Run
+from runner.seeds import random_states, set_random_states
+from runner.verification.verdict import FLOAT32_ROUNDING, largest_difference
+
+log = logging.getLogger(__name__)
+
+
+def carried_state(run: Run, session: Session, parts: int) -> str:
+    """Return the name of a buffer or an attribute that each forward pass changes, on which the next gradients depend.
+
+    It is empty if there is none; that batch normalization sees parts of a batch is documented. The network is tried on
+    the first of `parts` of a batch, with other values in its buffers, as some, such as converged power iterations,
+    hardly change in the first step. `run` is a copy, whose components are changed.
+    """
+    workload, devices = run.workload, session.devices
+    model = with_own_memory(run.precision.convert(workload.build_model())).to(session.device).train()
+    modules = torch.nn.ModuleList([each for each in (model, workload.loss_module()) if each is not None])
+    plan = Plan(run.batch_size, parts, seed=session.plan.seed)
+    batch, random = next(workload.batches(model, plan, 0, session.device)), random_states(devices)
+
+    def gradients() -> dict[str, torch.Tensor]:
+        found = {}
+        for phase in workload.phases(model):
+            workload.phase = phase.name
+            set_random_states(random, devices)
+            with run.precision.autocast():
+                loss, _ = workload.loss(model, copied(batch))
+            loss.backward()
+            named = model.named_parameters()
+            found |= {f"{phase.name} {name}": each.grad.cpu() for name, each in named if each.grad is not None}
+            model.zero_grad()
+        return found
+
+    try:
+        gradients()  # which may fill a cache
+        _add_to_buffers(modules, 1, lambda name: True)
+        before = _state(modules)
+        gradients()
+        after = _state(modules)
+        changed = [name for name, value in before.items() if not _are_equal(value, after.get(name, value))]
+        if not changed:
+            return ""
+        _add_to_buffers(modules, -1, lambda name: name not in changed)
+        first = gradients()
+        _add_to_buffers(modules, 1, lambda name: name in changed)
+        depends = largest_difference(gradients(), first).size > FLOAT32_ROUNDING
+    except Exception as error:  # of code that does not take all values, as of a matrix that it inverts
+        log.debug("what a forward pass leaves to the next one is not known", exc_info=error)
+        return ""
+    return changed[0].partition(".")[2] if depends else ""
+
+
+def _add_to_buffers(modules: torch.nn.ModuleList, amount: float, is_meant: Callable[[str], bool]) -> None:
+    for name, buffer in named_buffers([*modules]).items():
+        if (buffer.is_floating_point() or buffer.is_complex()) and is_meant(name):
+            buffer += amount
+
+
+def _state(modules: torch.nn.ModuleList) -> dict[str, Any]:
+    """Return copies of the buffers, except of batch normalization, and the plain values of attributes, by name."""
+    own = {prefix for prefix, each in modules.named_modules() if isinstance(each, _BatchNorm)}
+    buffers = {name: each for name, each in named_buffers([*modules]).items() if name.rpartition(".")[0] not in own}
+    return {name: each.clone() for name, each in buffers.items()} | plain_values(modules)
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return torch.equal(one, other)
+    return bool(one == other)
