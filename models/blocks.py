@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 import torch
 
@@ -38,9 +40,10 @@ def table_of(model: torch.nn.Module, shape: tuple[int, ...] | None) -> tuple[str
     and the last are dashes, and the FLOPs 0, if `shape`, that of an input, is None or does not suit the network.
     """
     measured: dict[str, tuple[tuple[int, ...], int]] = {}
-    if shape is not None:
-        with suppress(Exception):  # whatever is wrong with the network, training says it better
-            measured = _outputs_and_flops(model, shape)
+    for dtype in (torch.float32, torch.int64):  # of the second, indices of embeddings
+        if shape is not None and not measured:
+            with suppress(Exception):  # whatever is wrong with the network, training says it better
+                measured = _outputs_and_flops(model, shape, dtype)
     rows: list[tuple[str, ...]] = [("block", "type", "output", "parameters", "trained", "FLOPs")]
     for name, part in [*(blocks_of(model) or model.named_children()), ("total", model)]:
         sizes = [(parameter.numel(), parameter.requires_grad) for parameter in part.parameters()]
@@ -56,14 +59,37 @@ def table_of(model: torch.nn.Module, shape: tuple[int, ...] | None) -> tuple[str
     return "\n".join(map("  ".join, lines)), measured["total"][1] if measured else 0
 
 
-def _outputs_and_flops(model: torch.nn.Module, shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], int]]:
+def _attention_flops(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> int:
+    """Return the operations of two products of matrices for each head; the mask is not taken into account."""
+    return 2 * query.shape[:3].numel() * key.shape[2] * (query.shape[3] + value.shape[3])
+
+
+def _attention_backward_flops(
+    gradient: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
+) -> int:
+    """Return the operations of five products of matrices, of which one is that of the forward pass once more."""
+    return 2 * query.shape[:3].numel() * key.shape[2] * (3 * query.shape[3] + 2 * value.shape[3])
+
+
+ATTENTION_FLOPS: dict[Any, Callable[..., int]] = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
+}
+"""Functions that count the operations of attention on CPUs, which `torch.utils.flop_counter` leaves out."""
+for function in ATTENTION_FLOPS.values():
+    setattr(function, "_get_raw", True)  # noqa: B010  # of tensors, not of their shapes
+
+
+def _outputs_and_flops(
+    model: torch.nn.Module, shape: tuple[int, ...], dtype: torch.dtype
+) -> dict[str, tuple[tuple[int, ...], int]]:
     """Call a copy of the network with zeros; not on the meta device, whose operators import sympy for a second."""
     from torch.utils.flop_counter import FlopCounterMode  # its imports take a tenth of a second
 
-    x = torch.zeros(1, *shape, device=next((parameter.device for parameter in model.parameters()), None))
+    x = torch.zeros(1, *shape, dtype=dtype, device=next((parameter.device for parameter in model.parameters()), None))
     model = copy.deepcopy(model).eval()  # the forward pass may change buffers
     measured = {}
-    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+    with torch.no_grad(), FlopCounterMode(display=False, custom_mapping=ATTENTION_FLOPS) as counter:
         for name, part in blocks_of(model) or [("total", model)]:
             before = counter.get_total_flops()
             x = part(x)

@@ -13,6 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import conv_flop_count, flop_registry
 
+from runner.models.blocks import ATTENTION_FLOPS
+
 KINDS: tuple[str, ...] = ("parameters", "gradients", "optimizer state", "data", "activations", "temporary")
 """What memory is used for.
 
@@ -46,7 +48,7 @@ def _convolution_backward_flops(
 
 
 setattr(_convolution_backward_flops, "_get_raw", True)  # noqa: B010  # of tensors, not of their shapes
-OWN_FLOPS = {torch.ops.aten.convolution_backward: _convolution_backward_flops}
+OWN_FLOPS = {**ATTENTION_FLOPS, torch.ops.aten.convolution_backward: _convolution_backward_flops}
 """The functions that count the floating-point operations of an operator, where torch's counts others."""
 
 

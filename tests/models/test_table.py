@@ -8,6 +8,7 @@ from helpers.compose import TINY_CPU, build_composed_run
 
 from runner.commands.train import main as run_command
 from runner.models.blocks import table_of
+from runner.models.gpt import GPT
 
 
 def cells(model: torch.nn.Module, shape: tuple[int, ...] | None) -> list[list[str]]:
@@ -37,6 +38,23 @@ def test_a_network_without_blocks_has_a_row_for_each_child_and_does_not_change()
     for shape in (None, (4,)):
         assert cells(model, shape)[1:] == [*unknown, ["total", "Counting", "–", "22", "22", "–"]]
     assert (model.calls, model.training, model.unused.training) == (0, True, False)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_language_model_is_shown_with_outputs_and_operations_of_its_attention(device):
+    with torch.device(device):
+        model = GPT(30, 8, layers=1, width=16, heads=4, kv_heads=2)
+    layer = (
+        2 * 8 * 16 * (16 + 2 * 8 + 16 + 2 * 4 * 16) + 4 * 8 * 8 * 16
+    )  # a token has a product with all others, if masked
+    head = 2 * 8 * 16 * 30
+    _, stem, *others = cells(model, (8,))
+    assert stem == ["stem", "Stem", "8×16", "480", "480", "0"]
+    assert [row[2::3] for row in others] == [
+        ["8×16", f"{layer:,}"],
+        ["8×30", f"{head:,}"],
+        ["8×30", f"{layer + head:,}"],
+    ]
 
 
 @pytest.mark.parametrize("words", [TINY_CPU, ("workload=dqn",)], ids=["classifier", "dqn"])

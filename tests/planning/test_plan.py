@@ -11,12 +11,14 @@ import torch
 from helpers import networks_to_export
 from helpers.compose import TINY_CPU, build_composed_run, compose_config
 from helpers.runs import write_images
+from helpers.sequences import Tied, sum_over_tokens
 from helpers.tensor_memory import measured_peak
 from helpers.user_objects import TENSORS, StepCounter
 from rich.console import Console
 
 from runner.commands import plan
 from runner.config.user_code import passed, using
+from runner.models.gpt import GPT
 from runner.parallel.collectives import Collectives
 from runner.parallel.compiling import modules_of_blocks
 from runner.parallel.pipelining.schedules import SCHEDULES
@@ -192,6 +194,43 @@ def test_flops_match_the_formulas():
     forward = conv1 + conv2 + hidden + head
     assert rank.costs.flops - rank.costs.backward_flops == forward
     assert rank.costs.backward_flops == 2 * forward - conv1, "the images need no gradient"
+
+
+@pytest.mark.cases(
+    ({}, ()),
+    ({"norm": "layer", "positions": "learned", "bias": True, "tied": False}, ("optimizer=adamw",)),
+    ({"kv_heads": 2, "checkpoint_activations": True}, ("accumulation=2",)),
+)
+def test_the_plan_of_a_language_model_is_its_memory_and_its_operations(options, words, tmp_path):
+    vocabulary, context, layers, width, n = 257, 64, 2, 64, 8
+    make = functools.partial(GPT, vocabulary, context, layers, width, 4, **options)
+    ids = torch.randint(vocabulary, (n, context))
+    typed = ("model=_user", "data=_user", "workload=_user", "device=cpu", "device.threads=1", "proof=false")
+    typed = (*typed, f"batch_size={n}", "steps=2", *words)
+    with using(passed(model=make, data=((ids, ids), (ids, ids)), loss=sum_over_tokens)):
+        run = build_composed_run(*typed)
+        [rank] = trace_ranks(run, prepared(run))
+        measured = measured_peak(compose_config(*typed), tmp_path)
+    assert rank.peak_bytes == pytest.approx(measured, rel=0.02)
+    matrices = {name: p.numel() for name, p in make().named_parameters() if p.dim() == 2}
+    if not options.get("tied", True) or options.get("positions") == "learned":
+        matrices = {name: count for name, count in matrices.items() if name not in ("wte.weight", "wpe.weight")}
+    products, attention = 2 * n * context * sum(matrices.values()), 4 * n * layers * context**2 * width
+    forward = products + attention
+    last = vocabulary * width + layers * 4 * width**2  # the head, and what only makes the outputs of layers
+    again = forward - 2 * n * context * last if "checkpoint_activations" in options else 0
+    assert rank.costs.flops - rank.costs.backward_flops == forward
+    assert rank.costs.backward_flops == again + 2 * products + 5 * attention // 2, "with the scores once more"
+
+
+def test_a_parameter_of_two_stages_is_sent_from_one_to_the_other_and_back():
+    ids = torch.randint(20, (12, 5))
+    words = ("model=_user", "data=_user", "workload=_user", "device=cpu", "batch_size=12", "parallel=pipeline")
+    with using(passed(model=Tied, data=((ids, ids), (ids, ids)))):
+        run = build_composed_run(*words, "parallel.split_size=12", "parallel.cuts=['2']")
+        first, second = trace_ranks(run, prepared(run))
+    activations, weight = 12 * 5 * 8 * 4, 20 * 8 * 4
+    assert first.costs.messages["send"][1] == second.costs.messages["send"][1] == activations + weight
 
 
 def test_messages_are_those_of_the_modes():
