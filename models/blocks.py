@@ -71,13 +71,14 @@ def _attention_backward_flops(
     return 2 * query.shape[:3].numel() * key.shape[2] * (3 * query.shape[3] + 2 * value.shape[3])
 
 
-ATTENTION_FLOPS: dict[Any, Callable[..., int]] = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
-}
-"""Functions that count the operations of attention on CPUs, which `torch.utils.flop_counter` leaves out."""
-for function in ATTENTION_FLOPS.values():
-    setattr(function, "_get_raw", True)  # noqa: B010  # of tensors, not of their shapes
+def attention_flops() -> dict[Any, Callable[..., int]]:
+    """Return functions that count the operations of attention on CPUs, which `torch.utils.flop_counter` leaves out."""
+    for function in (_attention_flops, _attention_backward_flops):
+        setattr(function, "_get_raw", True)  # noqa: B010  # of tensors, not of their shapes
+    return {
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
+    }
 
 
 def _outputs_and_flops(
@@ -89,7 +90,7 @@ def _outputs_and_flops(
     x = torch.zeros(1, *shape, dtype=dtype, device=next((parameter.device for parameter in model.parameters()), None))
     model = copy.deepcopy(model).eval()  # the forward pass may change buffers
     measured = {}
-    with torch.no_grad(), FlopCounterMode(display=False, custom_mapping=ATTENTION_FLOPS) as counter:
+    with torch.no_grad(), FlopCounterMode(display=False, custom_mapping=attention_flops()) as counter:
         for name, part in blocks_of(model) or [("total", model)]:
             before = counter.get_total_flops()
             x = part(x)

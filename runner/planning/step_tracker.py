@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import conv_flop_count, flop_registry
 
-from runner.models.blocks import ATTENTION_FLOPS
+from runner.models.blocks import attention_flops
 
 KINDS: tuple[str, ...] = ("parameters", "gradients", "optimizer state", "data", "activations", "temporary")
 """What memory is used for.
@@ -48,7 +48,7 @@ def _convolution_backward_flops(
 
 
 setattr(_convolution_backward_flops, "_get_raw", True)  # noqa: B010  # of tensors, not of their shapes
-OWN_FLOPS = {**ATTENTION_FLOPS, torch.ops.aten.convolution_backward: _convolution_backward_flops}
+OWN_FLOPS = {**attention_flops(), torch.ops.aten.convolution_backward: _convolution_backward_flops}
 """The functions that count the floating-point operations of an operator, where torch's counts others."""
 
 
