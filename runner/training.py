@@ -283,7 +283,7 @@ def log_training(state: State, recorder: Recorder, progress: Progress, norm: tor
     progress.metrics(means | rates, step)
     log.debug("step %d: %s", step, in_words(means))
     points = means | rates | {"train/gradient_norm": norm} | learning_rates(state.optimizer)
-    points |= run.precision.scalars() | run.workload.scalars() | run.parallel.scalars()
+    points |= run.precision.scalars() | run.workload.scalars(rates) | run.parallel.scalars()
     if state.session.steps_per_epoch:
         points["epoch"] = step / state.session.steps_per_epoch
     points |= memory.usage(state.session.device)
@@ -301,7 +301,8 @@ def evaluate(state: State, recorder: Recorder, progress: Progress) -> bool:
     progress.metrics(metrics, state.step)
     log.debug("step %d: %s", state.step, in_words(metrics))
     recorder.scalars(metrics, state.step)
-    if state.session.rank == 0:  # which alone writes images
+    if state.session.rank == 0:  # which alone writes images and texts
+        recorder.texts(run.workload.texts(sums), state.step)
         recorder.images(run.workload.images(sums) | run.parallel.images(state.directory), state.step)
     is_best = state.record_evaluation(metrics)
     state.hooks.after_evaluation(state, metrics)

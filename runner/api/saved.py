@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -42,6 +43,7 @@ from runner.storage.state_dict import fitted
 from runner.storage.value_checks import UnexpectedContentError
 from runner.system.secrets import printable
 from runner.tracking.event_file import EventReader
+from runner.workloads.language import Language
 
 _BATCH = 64  # images that a prediction computes at once
 
@@ -227,6 +229,42 @@ class SavedRun:
                     found[file] = Prediction(file, *best[0], top=best)
             predictions += [found[file] for file in paths[start : start + _BATCH]]
         return predictions
+
+    def generate(
+        self,
+        prompt: str,
+        choice: str | int = "best",
+        tokens: int = 200,
+        temperature: float = 0.8,
+        top_k: int | None = None,
+        seed: int = 0,
+    ) -> str:
+        """Return the text with which a language model continues `prompt`; it ends early where a document ends.
+
+        Args:
+            prompt: the beginning of the text, which is not part of the result.
+            choice: the checkpoint.
+            tokens: the number of tokens to draw, one after another.
+            temperature: divides the logits; 0 takes the most probable token.
+            top_k: draws only from the so many most probable tokens.
+            seed: determines what is drawn.
+        """
+        for name, ok, got in (
+            ("tokens", tokens >= 1, tokens),
+            ("temperature", 0 <= temperature < math.inf, temperature),
+            ("top_k", top_k is None or top_k >= 1, top_k),
+        ):
+            check(ok, name, got, "it is a positive number" + " or 0" * (name == "temperature"), "choose another")
+        step = self._step(choice)
+        signature = self.signature(step)
+        why = "the run has not trained a language model"
+        check("text" in signature, "directory", str(self.directory), why, "name a run of workload=language")
+        model = self.model(step)
+        with self._given(()):
+            workload = self.on_one_device(step).workload
+        assert isinstance(workload, Language)
+        sampling = {"count": tokens, "temperature": temperature, "top_k": top_k, "seed": seed}
+        return workload.continuation(model, prompt, signature, **sampling)
 
     def _predicted_rows(self, file: Path, step: int) -> list[Prediction]:
         signature, delimiter = self.signature(step), (self.config.get("data") or {}).get("delimiter") or ","

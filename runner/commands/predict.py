@@ -1,6 +1,7 @@
 """`python -m runner predict RUN FILE|DIRECTORY …` prints the class that a run predicts for each image.
 
 Of a run on a CSV file, FILE is one with the same inputs, and the numbers that are predicted for each row are printed.
+Of a language model, `--prompt TEXT` takes the place of files, and the text is printed with its continuation.
 
 Images are read as the evaluation of the run reads them: cropped, resized and normalized in the same way. For a file
 that cannot be read, the reason is printed; if none can be read, the exit code is 2. Neither the data of the run nor
@@ -27,15 +28,26 @@ if TYPE_CHECKING:
     from runner.api.saved import Prediction
 
 
+_SAMPLING: dict[str, tuple[type, Any, str]] = {
+    "tokens": (int, 200, "tokens to draw (default: 200)"),
+    "temperature": (float, 0.8, "divides the logits; 0: the most probable token (default: 0.8)"),
+    "top-k": (int, None, "draw only from the N most probable tokens"),
+    "seed": (int, 0, "determines what is drawn (default: 0)"),
+}
+
+
 @command
 def main(arguments: Sequence[str] | None) -> int:
     parser = Parser("predict", __doc__)
     parser.add_run()
-    parser.add_argument("files", metavar="FILE|DIRECTORY", nargs="+", help="images, directories of them, or CSV files")
+    parser.add_argument("files", metavar="FILE|DIRECTORY", nargs="*", help="images, directories of them, or CSV files")
     parser.add_forms(csv="print CSV, not a table", json="print JSON, not a table")
     parser.add_argument("--top", metavar="K", type=int, default=1, help="also print the next classes: K in all")
     every = "with --csv or --json, print the probability of every class"
     parser.add_argument("--probabilities", action="store_true", help=every)
+    parser.add_argument("--prompt", metavar="TEXT", help="the beginning of a text, which a language model continues")
+    for name, (kind, default, text) in _SAMPLING.items():
+        parser.add_argument(f"--{name}", metavar="N", type=kind, default=default, help=f"of a text: {text}")
     options = parser.parsed(arguments)
     from runner.api.saved import load
 
@@ -46,6 +58,12 @@ def main(arguments: Sequence[str] | None) -> int:
     check(options.csv or options.json or not options.probabilities, "--probabilities", ABSENT, why, remedy)
     check(options.top >= 1, "--top", options.top, "at least the most probable class is printed", "--top 5, for example")
     run = load(options.run)
+    if options.prompt is not None:
+        check(not files, "--prompt", ABSENT, "it takes the place of files", "leave out one of the two")
+        sampling = {name.replace("-", "_"): getattr(options, name.replace("-", "_")) for name in _SAMPLING}
+        print(options.prompt + run.generate(options.prompt, options.checkpoint, **sampling))
+        return DONE
+    check(bool(files), "FILES", ABSENT, "there is nothing to predict", "name images, CSV files, or --prompt TEXT")
     classes = [*map(printable, run.signature(options.checkpoint).get("classes", []))] if options.probabilities else []
     predictions = run.predict(files, options.checkpoint, max(options.top, len(classes)))
     if any(each.values for each in predictions):

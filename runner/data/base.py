@@ -13,6 +13,9 @@ from runner.batching import MicroBatch
 from runner.config.errors import ConfigError, check
 from runner.system.trees import Tree, map_tensors
 
+IGNORED = -100
+"""The class of targets that the cross-entropy ignores, as in torch."""
+
 
 class Batch(NamedTuple):
     """A micro-batch of n samples on the device of the model; the first dimension of each tensor is n."""
@@ -55,6 +58,9 @@ class Samples(ABC):
 
     num_workers: int = 0
     """Number of worker processes that load training batches, in each process of the run."""
+
+    has_tokens: bool = False
+    """Whether an input is the indices of tokens in a vocabulary, and no numbers to compute with."""
 
     weights: torch.Tensor | None = None
     """The weights with which training samples are drawn (see `SampleOrder`); None if each comes once an epoch."""

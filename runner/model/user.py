@@ -26,6 +26,7 @@ class UserModel(Model):
     """
 
     num_dims: ClassVar[int | None] = None
+    takes_tokens: ClassVar[bool | None] = None
 
     def network(self, shape: tuple[int, ...], num_classes: int) -> torch.nn.Module:
         why = "the code of the network has to do that itself (torch.utils.checkpoint)"

@@ -37,6 +37,7 @@ _FORMS: dict[str, Any] = {
     "columns": [str],
     "scale": {str: _MOMENTS},
     "image": {"shape": [int], **_MOMENTS, "center": float},
+    "text": {"context": OUTPUTS, "vocabulary": OUTPUTS, "tokenizer": str},
     "data": {"training": COUNT, "held_out": COUNT, "sha256": str},
     "cuts": [str],
 }
@@ -89,7 +90,9 @@ def _check(signature: Any) -> None:
     check_known(entries, _FORMS, (), "it")
     inputs: list[int] = entries.get("inputs", [])
     classes, targets, image, scale = (entries.get(key) for key in ("classes", "targets", "image", "scale"))
-    fits = entries.keys() <= {"data", "outputs", "cuts"} or ("inputs" in entries and bool(classes) != bool(targets))
+    fits = entries.keys() <= {"data", "outputs", "text", "cuts"} or (
+        "inputs" in entries and bool(classes) != bool(targets)
+    )
     fits = fits and len(inputs) <= _MAX_DIMS
     fits = fits and (not targets or (scale is not None and {"targets"} <= scale.keys() <= {"targets", "inputs"}))
     fits = fits and ("columns" not in entries or [len(entries["columns"])] == inputs)

@@ -175,6 +175,10 @@ class Workload(ABC):
         """Return pictures of the last evaluation, as in `Tracker.images`, given the sums over all ranks; on rank 0."""
         return {}
 
+    def texts(self, sums: MetricSums) -> dict[str, str]:
+        """Return texts of the last evaluation by tag, given the sums over all ranks; on rank 0."""
+        return {}
+
     def details(self, sums: MetricSums) -> dict[str, Any]:
         """Return tables of an evaluation as plain values that JSON has, given the sums over all ranks; on rank 0.
 
@@ -230,8 +234,8 @@ class Workload(ABC):
         """Return descriptions to show at the start, such as {"data": "Digits, 1,438 training and 359 held-out …"}."""
         return {}
 
-    def scalars(self) -> dict[str, float]:
-        """Return scalars to log in addition to the metrics, such as `episode/return`."""
+    def scalars(self, rates: Mapping[str, float]) -> dict[str, float]:
+        """Return scalars to log in addition to the metrics, such as `episode/return`, and to the `rates` of steps."""
         return {}
 
     def extra_results(self, all_gather: Callable[[Any], list[Any]]) -> dict[str, Any]:

@@ -11,14 +11,12 @@ import torch
 
 from runner.config import user_code
 from runner.config.errors import ABSENT, ConfigError
+from runner.data.base import IGNORED
 from runner.device import sum_dtype
 from runner.tracking.metrics import BatchSums
 
 LossForm: TypeAlias = "tuple[tuple[str, ...], bool]"
 """The names of the values of a loss, and whether its count is its own (see `Workload.loss_form`)."""
-
-IGNORED = -100
-"""The class of targets that the cross-entropy ignores, as in torch."""
 
 _REMEDY = "return the mean over the samples, a tensor without dimensions; or (sum, count); or a dict of these"
 

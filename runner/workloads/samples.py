@@ -36,7 +36,6 @@ class SampleWorkload(Workload, Generic[S]):
     data: Data
     eval_batch_size: PositiveInt = 256
     overfit_batches: NonNegativeInt = 0
-    best_metric: str | None = None
 
     may_change_on_resume: ClassVar[tuple[str, ...]] = ("eval_batch_size",)
 
@@ -69,6 +68,10 @@ class SampleWorkload(Workload, Generic[S]):
         if getattr(self.data, "sampler", "") == "weighted" and not self.split:
             with errors_under("data"):
                 self.train.weights = class_weights(self.train.labels())
+        if self.model.takes_tokens is not None and self.model.takes_tokens != self.train.has_tokens:
+            why = f"inputs of {type(self.data).__name__} are "
+            why += "the indices of tokens" if self.train.has_tokens else "no indices of tokens"
+            raise self.model.refused(why, "use model=gpt for text, and others for anything else")
         num_dims, shape = self.model.num_dims, self.train.shape
         if num_dims is not None and not (isinstance(shape, tuple) and len(shape) == num_dims):
             shape = list(shape) if isinstance(shape, tuple) else shape

@@ -50,6 +50,7 @@ class DataWorkload(SupervisedWorkload, SampleWorkload[S]):
     """
 
     metrics: tuple[str, ...] = ()
+    best_metric: str | None = None
 
     may_change_on_resume: ClassVar[tuple[str, ...]] = ("eval_batch_size", "metrics")
     named_metrics: ClassVar[Mapping[str, Named]] = {}

@@ -16,7 +16,7 @@ from torch.nn.functional import mse_loss
 from runner.batching import Plan
 from runner.config import user_code
 from runner.config.errors import ABSENT, ConfigError, check
-from runner.data.base import Batch, LabeledSamples, Samples, copied
+from runner.data.base import IGNORED, Batch, LabeledSamples, Samples, copied
 from runner.data.fetch import UserSamples
 from runner.data.memory import ArraySamples
 from runner.storage.signature import OUTPUTS
@@ -24,7 +24,7 @@ from runner.system.trees import Tree, map_tensors, num_rows, rows_of, tensors_of
 from runner.tracking.metrics import BatchSums, MetricSums
 from runner.workloads.cross_entropy import CrossEntropyWorkload
 from runner.workloads.evaluation_metrics import EvaluationMetrics
-from runner.workloads.losses import IGNORED, Losses, added, as_sum, losses_of, means_of, summed_cross_entropy
+from runner.workloads.losses import Losses, added, as_sum, losses_of, means_of, summed_cross_entropy
 from runner.workloads.named_metrics import check_names, of_samples
 from runner.workloads.supervised import comparable
 from runner.workloads.user_base import UserCodeWorkload

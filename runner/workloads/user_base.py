@@ -21,6 +21,7 @@ from runner.workloads.samples import SampleWorkload
 class UserCodeWorkload(SampleWorkload[Samples]):
     """A workload whose loss, or whose step, is code of the user."""
 
+    best_metric: str | None = None
     best_goal: Literal["min", "max"] | None = None
 
     named_metrics: ClassVar[Mapping[str, Named]] = OF_CLASSES_OR_NUMBERS

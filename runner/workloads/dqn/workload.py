@@ -6,7 +6,7 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -284,7 +284,7 @@ class DQN(Workload):
         is_best, self._best = mean > self._best, max(mean, self._best)
         return {"eval/best_policy": self._video} if is_best and self._video is not None else {}
 
-    def scalars(self) -> dict[str, float]:
+    def scalars(self, rates: Mapping[str, float]) -> dict[str, float]:
         assert self._actor is not None
         env_steps = self._actor.num_steps * self._count
         now, (last_time, last_env_steps) = _training_time(), self._logged

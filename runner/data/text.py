@@ -1,0 +1,317 @@
+"""Text and token ids for language models, in files of any size."""
+
+from __future__ import annotations
+
+import codecs
+import fnmatch
+import hashlib
+import logging
+import os
+import sysconfig
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property, partial
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import torch
+
+from runner.config.errors import ConfigError, check
+from runner.config.limits import PositiveInt, Range
+from runner.data.base import Data, Samples
+from runner.data.token_files import Segment, TokenFiles, TokenSamples, wrong_ids
+from runner.data.vocabulary import Numbers, Tokenizer, Vocabulary
+from runner.seeds import derive
+from runner.storage.files import check_readable, walk
+from runner.system.secrets import printable
+
+log = logging.getLogger(__name__)
+
+_TESTED = 1 << 13  # bytes at the beginning of a file in which a null byte says that it is no text
+_PIECE = 1 << 24  # bytes that are tokenized at once
+_SHARD_MAGIC, _SHARD_HEADER = 20240520, 1024  # of llm.c's .bin files: 256 numbers, int32
+
+
+@dataclass
+class TokenData(Data):
+    """The base class of text and of token ids: contexts of consecutive tokens, of which a part is held out."""
+
+    file: str | None = None
+    tokenizer: str | None = None
+    context: Annotated[int, Range(least=1, most=1 << 20)] = 256
+    holdout: Annotated[float, Range(above=0, most=0.9)] = 0.01
+
+    may_change_on_resume = ("file",)
+
+    @cached_property
+    def vocabulary(self) -> Vocabulary:
+        """What the ids mean; raises `ConfigError` if the file of the tokenizer cannot be used."""
+        return Vocabulary() if self.tokenizer is None else Tokenizer(self.tokenizer)
+
+    def load(self) -> tuple[Samples, Samples]:
+        splits = self.splits({})
+        return splits["train"](), splits["val"]()
+
+    def splits(self, saved: Mapping[str, Any]) -> dict[str, Callable[[], Samples]]:
+        trained = saved.get("text", {})
+        for key, here in (("tokenizer", self.vocabulary.identity), ("vocabulary", self.vocabulary.size)):
+            why = f"the model was trained with another {key}"
+            check(not trained or trained[key] == here, "tokenizer", self.tokenizer, why, f"use the same {key}")
+        train, held_out = self.parts()
+        everything = [*train, *held_out]
+        content = cache(partial(_fingerprint, everything, self.vocabulary.identity))
+        parts = {"all": everything, "train": train, "val": held_out}
+        return {name: partial(self._samples, name, chosen, content) for name, chosen in parts.items()}
+
+    def parts(self) -> tuple[list[Segment], list[Segment]]:
+        """Return the documents to train on, and those that are held out; raises `ConfigError`."""
+        raise NotImplementedError
+
+    def tokens(self, documents: list[Segment]) -> TokenFiles:
+        """Return the ids of `documents`."""
+        raise NotImplementedError
+
+    def _samples(self, name: str, documents: list[Segment], content: Callable[[], str]) -> Samples:
+        tokens = self.tokens(documents)
+        samples = TokenSamples(tokens, self.context, self.vocabulary, content, self.num_bytes(documents))
+        what = {"val": "held-out text", "train": "training text"}.get(name, "text")
+        why = f"the {what} has {len(tokens):,} tokens, and a context with its targets {self.context + 1:,}"
+        check(len(samples) > 0, "context", self.context, why, "use a smaller data.context, or more text")
+        return samples
+
+    def num_bytes(self, documents: list[Segment]) -> int | None:
+        """Return the number of bytes of the text of `documents`, if it is known."""
+        return None
+
+
+@dataclass
+class Text(TokenData):
+    """Files of text, each of which is a document; see `conf/data/text.yaml`. Bytes are tokens if no tokenizer is named.
+
+    A share of the documents is held out, and of a single one its end.
+    """
+
+    glob: str = "*"
+
+    def parts(self) -> tuple[list[Segment], list[Segment]]:
+        return _divided(self._documents(), self.holdout)
+
+    def tokens(self, documents: list[Segment]) -> TokenFiles:
+        if isinstance(self.vocabulary, Tokenizer):
+            return tokenized(documents, self.vocabulary)
+        return TokenFiles(documents, self.vocabulary.end, is_inserted=True)
+
+    def num_bytes(self, documents: list[Segment]) -> int:
+        return sum(each.length for each in documents)
+
+    def _documents(self) -> list[Segment]:
+        path = Path(sysconfig.get_path("stdlib") if self.file is None else self.file).expanduser()
+        paths = _files("file", path, "*.py" if self.file is None else self.glob)
+        if self.file is None:  # most of them are small, and not every installation has them
+            paths = [
+                each for each in paths if not {"test", "tests", "idle_test", "site-packages"} & {*Path(each).parts}
+            ]
+        sizes = [(each, os.path.getsize(each)) for each in paths]
+        documents = [Segment(each, 0, size) for each, size in sizes if size]
+        binary = {each.file for each in documents if b"\0" in each.read(0, min(_TESTED, each.length)).tobytes()}
+        why = f"it is no text: there is a null byte in its first {_TESTED:,}"
+        check(
+            len(paths) > 1 or not binary,
+            "file",
+            str(path),
+            why,
+            "name a file of text; UTF-16 has to be converted to UTF-8",
+        )
+        if binary:
+            name = printable(str(next(each.file for each in documents if each.file in binary)))
+            log.warning("data.file: %d files that are no text are left out, such as %s", len(binary), name)
+        documents = [each for each in documents if each.file not in binary]
+        check(
+            bool(documents),
+            "file",
+            str(path),
+            "there is no text in it",
+            "name a file, or a folder with files, that has some",
+        )
+        return documents
+
+
+@dataclass
+class Tokens(TokenData):
+    """Token ids in `.npy` and `.bin` files; see `conf/data/tokens.yaml`.
+
+    Files with `val` in their names are held out; if there is none, the end of the last one is.
+    """
+
+    vocabulary_size: PositiveInt = 50257
+    dtype: Literal["uint8", "uint16", "uint32", "int32"] = "uint16"
+
+    @cached_property
+    def vocabulary(self) -> Vocabulary:
+        if self.tokenizer is None:
+            return Numbers(self.vocabulary_size)
+        found = Tokenizer(self.tokenizer)
+        why = f"the tokenizer has {found.size:,} tokens"
+        check(
+            found.size <= self.vocabulary_size,
+            "vocabulary_size",
+            self.vocabulary_size,
+            why,
+            f"use at least {found.size}",
+        )
+        found.size = self.vocabulary_size  # it may be rounded up
+        return found
+
+    def parts(self) -> tuple[list[Segment], list[Segment]]:
+        check(
+            self.file is not None,
+            "file",
+            None,
+            "there are no token ids without a file",
+            "data.file=PATH of a file or folder",
+        )
+        path = Path(str(self.file)).expanduser()
+        paths = [each for each in _files("file", path, "*") if each.endswith((".npy", ".bin"))]
+        check(bool(paths), "file", str(path), "there is no .npy or .bin file in it", "name one, or a folder of them")
+        shards = [self._shard(each) for each in paths]
+        kinds = {each.dtype: each.file for each in shards}
+        both = " and ".join(f"{np.dtype(dtype)} ({printable(str(file))})" for dtype, file in kinds.items())
+        why = f"files have ids of the dtypes {both}"
+        check(len(kinds) == 1, "file", str(path), why, "write all of them with one dtype")
+        held_out = ["val" in Path(str(each.file)).name for each in shards]
+        if any(held_out) and not all(held_out):
+            rest = [each for each, is_held_out in zip(shards, held_out, strict=True) if not is_held_out]
+            return rest, [each for each in shards if each not in rest]
+        total = sum(each.length for each in shards)
+        return _cut(shards, total - max(1, round(self.holdout * total)))
+
+    def tokens(self, documents: list[Segment]) -> TokenFiles:
+        return TokenFiles(documents)
+
+    def _shard(self, path: str) -> Segment:
+        if path.endswith(".npy"):
+            found = _npy(path)
+        else:
+            size = os.path.getsize(path)
+            header = np.fromfile(path, "<i4", 3)
+            if len(header) == 3 and header[0] == _SHARD_MAGIC:
+                found = Segment(path, _SHARD_HEADER, int(header[2]), "<u2")
+            else:
+                found = Segment(
+                    path, 0, size // np.dtype(self.dtype).itemsize, np.dtype(self.dtype).newbyteorder("<").str
+                )
+            why = f"it has {size:,} bytes, which is no whole number of ids of {np.dtype(found.dtype)}"
+            fits = size == found.first + found.length * np.dtype(found.dtype).itemsize
+            check(fits, "file", path, why, "set data.dtype to that of its ids")
+        for start in (0, max(0, found.length - _PIECE // 256)):
+            reason = wrong_ids(found.read(start, min(found.length, start + _PIECE // 256)), self.vocabulary)
+            check(not reason, "file", path, reason, "set data.vocabulary_size, and data.dtype of .bin files")
+        return found
+
+
+def tokenized(documents: Sequence[Segment], tokenizer: Tokenizer) -> TokenFiles:
+    """Return the token ids of texts, which are written to a file without a name: it disappears with the process.
+
+    A text is tokenized in pieces of up to 16 MiB, which end with a line if possible.
+
+    Raises:
+        ConfigError: if a text is not UTF-8.
+    """
+    kind = np.dtype("<u2" if tokenizer.size <= 1 << 16 else "<u4")
+    file, count = tempfile.TemporaryFile(buffering=0), 0  # noqa: SIM115 open as long as the samples are
+    for document in documents:
+        for piece in _pieces(document):
+            ids = np.asarray(tokenizer.encode(piece), kind)
+            file.write(ids.tobytes())
+            count += len(ids)
+        if tokenizer.end is not None:
+            count += file.write(np.asarray(tokenizer.end, kind).tobytes()) // kind.itemsize
+    return TokenFiles([Segment(file.fileno(), 0, count, kind.str)], tokenizer.end, files=[file])
+
+
+def _pieces(document: Segment) -> Iterator[str]:
+    decoder, rest = codecs.getincrementaldecoder("utf-8")(), ""
+    for start in range(0, document.length, _PIECE):
+        stop = min(document.length, start + _PIECE)
+        try:
+            text = rest + decoder.decode(document.read(start, stop).tobytes(), stop == document.length)
+        except UnicodeDecodeError as error:
+            why = f"it is not UTF-8: {error.reason} near byte {start + error.start:,}"
+            remedy = "convert it, or leave data.tokenizer=null, which trains on bytes of any encoding"
+            raise ConfigError("file", str(document.file), why, remedy) from None
+        end = len(text) if stop == document.length else text.rfind("\n") + 1 or len(text)
+        rest = text[end:]
+        yield text[:end]
+
+
+def _files(key: str, path: Path, pattern: str) -> list[str]:
+    """Return the sorted paths of the files below `path` whose names match, but hidden ones; or `path`, if it is one."""
+    check_readable(key, path)
+    check(
+        path.exists(),
+        key,
+        str(path),
+        f"there is no such file or folder in {path.parent.absolute()}",
+        f"data.{key}=PATH",
+    )
+    if not path.is_dir():
+        check(path.is_file(), key, str(path), "it is no regular file", "name a file, or a folder of them")
+        return [str(path)]
+    found: list[str] = []
+    for folder, folders, names in walk(path):
+        folders[:] = [name for name in folders if not name.startswith(".") and name != "__pycache__"]
+        names = [name for name in fnmatch.filter(names, pattern) if not name.startswith(".")]
+        found += [each for each in (os.path.join(folder, name) for name in names) if os.path.isfile(each)]
+    return sorted(found)
+
+
+def _divided(documents: list[Segment], holdout: float) -> tuple[list[Segment], list[Segment]]:
+    """Return the documents to train on and those that are held out, in their order; of a single one, both parts.
+
+    They are drawn at random, independently of the seed of a run, as long as they fit into the share of the bytes.
+    """
+    total = sum(each.length for each in documents)
+    share = max(1, round(holdout * total))
+    if len(documents) == 1:
+        return _cut(documents, total - share)
+    order = torch.randperm(len(documents), generator=torch.Generator().manual_seed(derive(0, "text"))).tolist()
+    chosen: set[int] = set()
+    for number in order:
+        if documents[number].length <= share:
+            chosen.add(number)
+            share -= documents[number].length
+    chosen = chosen or {min(order, key=lambda number: documents[number].length)}
+    both = ([each for i, each in enumerate(documents) if (i in chosen) is held_out] for held_out in (False, True))
+    train, held_out = both
+    return train, held_out
+
+
+def _cut(segments: Sequence[Segment], position: int) -> tuple[list[Segment], list[Segment]]:
+    """Return the tokens before `position` and those from it on."""
+    before: list[Segment] = []
+    after: list[Segment] = []
+    for each in segments:
+        size = min(each.length, position)
+        before += [each.part(0, size)] if size else []
+        after += [each.part(size, each.length)] if size < each.length else []
+        position -= size
+    return before, after
+
+
+def _npy(path: str) -> Segment:
+    with open(path, "rb") as file:
+        try:
+            version = np.lib.format.read_magic(file)
+            read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+            shape, _, dtype = read(file)
+        except ValueError as error:
+            raise ConfigError("file", path, f"it is no .npy file: {error}", "write it with numpy.save") from None
+        why = f"it has the shape {list(shape)} and the dtype {dtype}"
+        check(len(shape) == 1 and dtype.kind in "iu", "file", path, why, "token ids are a list of whole numbers")
+        return Segment(path, file.tell(), shape[0], dtype.str)
+
+
+def _fingerprint(segments: Sequence[Segment], identity: str) -> str:
+    return hashlib.sha256(f"{identity} {TokenFiles(segments).fingerprint()}".encode()).hexdigest()
