@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from runner.analysis.output import csv_text, one_line
 from runner.commands.arguments import Parser, command
 from runner.config import user_code
-from runner.config.errors import ABSENT, check
+from runner.config.errors import ABSENT, ConfigError, check
 from runner.config.overrides import override_key
 from runner.system.console import DONE, REFUSED
 from runner.system.secrets import printable
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _SAMPLING: dict[str, tuple[type, Any, str]] = {
     "tokens": (int, 200, "tokens to draw (default: 200)"),
     "temperature": (float, 0.8, "divides the logits; 0: the most probable token (default: 0.8)"),
-    "top-k": (int, None, "draw only from the N most probable tokens"),
+    "top_k": (int, None, "draw only from the N most probable tokens"),
     "seed": (int, 0, "determines what is drawn (default: 0)"),
 }
 
@@ -47,7 +47,9 @@ def main(arguments: Sequence[str] | None) -> int:
     parser.add_argument("--probabilities", action="store_true", help=every)
     parser.add_argument("--prompt", metavar="TEXT", help="the beginning of a text, which a language model continues")
     for name, (kind, default, text) in _SAMPLING.items():
-        parser.add_argument(f"--{name}", metavar="N", type=kind, default=default, help=f"of a text: {text}")
+        parser.add_argument(
+            f"--{name.replace('_', '-')}", metavar="N", type=kind, default=default, help=f"of a text: {text}"
+        )
     options = parser.parsed(arguments)
     from runner.api.saved import load
 
@@ -60,8 +62,12 @@ def main(arguments: Sequence[str] | None) -> int:
     run = load(options.run)
     if options.prompt is not None:
         check(not files, "--prompt", ABSENT, "it takes the place of files", "leave out one of the two")
-        sampling = {name.replace("-", "_"): getattr(options, name.replace("-", "_")) for name in _SAMPLING}
-        print(options.prompt + run.generate(options.prompt, options.checkpoint, **sampling))
+        sampling = {name: getattr(options, name) for name in _SAMPLING}
+        try:
+            print(options.prompt + run.generate(options.prompt, options.checkpoint, **sampling))
+        except ConfigError as error:
+            key = f"--{error.key.replace('_', '-')}" if error.key in _SAMPLING else error.key
+            raise ConfigError(key, error.got, error.why, error.remedy) from None
         return DONE
     check(bool(files), "FILES", ABSENT, "there is nothing to predict", "name images, CSV files, or --prompt TEXT")
     classes = [*map(printable, run.signature(options.checkpoint).get("classes", []))] if options.probabilities else []

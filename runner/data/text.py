@@ -9,6 +9,7 @@ import logging
 import os
 import sysconfig
 import tempfile
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
@@ -59,19 +60,23 @@ class TokenData(Data):
         for key, here in (("tokenizer", self.vocabulary.identity), ("vocabulary", self.vocabulary.size)):
             why = f"the model was trained with another {key}"
             check(not trained or trained[key] == here, "tokenizer", self.tokenizer, why, f"use the same {key}")
-        train, held_out = self.parts()
-        everything = [*train, *held_out]
-        content = cache(partial(_fingerprint, everything, self.vocabulary.identity))
-        parts = {"all": everything, "train": train, "val": held_out}
+        documents = self.documents()
+        train, held_out = self.divided(documents)
+        content = cache(partial(_fingerprint, documents, self.vocabulary.identity))
+        parts = {"all": documents, "train": train, "val": held_out}
         return {name: partial(self._samples, name, chosen, content) for name, chosen in parts.items()}
 
-    def parts(self) -> tuple[list[Segment], list[Segment]]:
-        """Return the documents to train on, and those that are held out; raises `ConfigError`."""
-        raise NotImplementedError
+    @abstractmethod
+    def documents(self) -> list[Segment]:
+        """Return the documents, or files with the ids of several; raises `ConfigError` if there is none."""
 
+    @abstractmethod
+    def divided(self, documents: list[Segment]) -> tuple[list[Segment], list[Segment]]:
+        """Return the documents to train on, and those that are held out."""
+
+    @abstractmethod
     def tokens(self, documents: list[Segment]) -> TokenFiles:
         """Return the ids of `documents`."""
-        raise NotImplementedError
 
     def _samples(self, name: str, documents: list[Segment], content: Callable[[], str]) -> Samples:
         tokens = self.tokens(documents)
@@ -95,8 +100,8 @@ class Text(TokenData):
 
     glob: str = "*"
 
-    def parts(self) -> tuple[list[Segment], list[Segment]]:
-        return _divided(self._documents(), self.holdout)
+    def divided(self, documents: list[Segment]) -> tuple[list[Segment], list[Segment]]:
+        return _drawn(documents, self.holdout)
 
     def tokens(self, documents: list[Segment]) -> TokenFiles:
         if isinstance(self.vocabulary, Tokenizer):
@@ -106,7 +111,7 @@ class Text(TokenData):
     def num_bytes(self, documents: list[Segment]) -> int:
         return sum(each.length for each in documents)
 
-    def _documents(self) -> list[Segment]:
+    def documents(self) -> list[Segment]:
         path = Path(sysconfig.get_path("stdlib") if self.file is None else self.file).expanduser()
         paths = _files("file", path, "*.py" if self.file is None else self.glob)
         if self.file is None:  # most of them are small, and not every installation has them
@@ -126,7 +131,7 @@ class Text(TokenData):
         )
         if binary:
             name = printable(str(next(each.file for each in documents if each.file in binary)))
-            log.warning("data.file: %d files that are no text are left out, such as %s", len(binary), name)
+            log.warning("data.file: %d of %d files are no text and left out, such as %s", len(binary), len(paths), name)
         documents = [each for each in documents if each.file not in binary]
         check(
             bool(documents),
@@ -164,7 +169,7 @@ class Tokens(TokenData):
         found.size = self.vocabulary_size  # it may be rounded up
         return found
 
-    def parts(self) -> tuple[list[Segment], list[Segment]]:
+    def documents(self) -> list[Segment]:
         check(
             self.file is not None,
             "file",
@@ -180,12 +185,15 @@ class Tokens(TokenData):
         both = " and ".join(f"{np.dtype(dtype)} ({printable(str(file))})" for dtype, file in kinds.items())
         why = f"files have ids of the dtypes {both}"
         check(len(kinds) == 1, "file", str(path), why, "write all of them with one dtype")
-        held_out = ["val" in Path(str(each.file)).name for each in shards]
+        return shards
+
+    def divided(self, documents: list[Segment]) -> tuple[list[Segment], list[Segment]]:
+        held_out = ["val" in Path(str(each.file)).name for each in documents]
         if any(held_out) and not all(held_out):
-            rest = [each for each, is_held_out in zip(shards, held_out, strict=True) if not is_held_out]
-            return rest, [each for each in shards if each not in rest]
-        total = sum(each.length for each in shards)
-        return _cut(shards, total - max(1, round(self.holdout * total)))
+            rest = [each for each, is_held_out in zip(documents, held_out, strict=True) if not is_held_out]
+            return rest, [each for each in documents if each not in rest]
+        total = sum(each.length for each in documents)
+        return _cut(documents, total - max(1, round(self.holdout * total)))
 
     def tokens(self, documents: list[Segment]) -> TokenFiles:
         return TokenFiles(documents)
@@ -267,7 +275,7 @@ def _files(key: str, path: Path, pattern: str) -> list[str]:
     return sorted(found)
 
 
-def _divided(documents: list[Segment], holdout: float) -> tuple[list[Segment], list[Segment]]:
+def _drawn(documents: list[Segment], holdout: float) -> tuple[list[Segment], list[Segment]]:
     """Return the documents to train on and those that are held out, in their order; of a single one, both parts.
 
     They are drawn at random, independently of the seed of a run, as long as they fit into the share of the bytes.

@@ -160,7 +160,7 @@ class TokenSamples(Samples):
         if reason := wrong_ids(rows, self.vocabulary):
             raise DataError("data", reason, "use the tokenizer with which the files were written")
         ids = torch.from_numpy(rows)
-        inputs, targets = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+        inputs, targets = ids[:, :-1].clone(), ids[:, 1:].clone()
         if self.tokens.end is not None:
             targets.masked_fill_(inputs == self.tokens.end, IGNORED)
         return Batch(inputs, targets)
