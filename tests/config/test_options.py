@@ -30,6 +30,8 @@ WITH = {
     "data=synthetic": SMALL,
     "workload=resnet50": ["batch_size=64"],
     "data=tabular": ["workload=regression"],
+    "data=text": ["workload=language"],
+    "data=tokens": ["workload=language"],
     "model=nature_cnn": ["model.kernel_sizes=[3,3,3]", "model.strides=[1,1,1]"],  # for the digits, of 8×8 pixels
 }
 
@@ -37,6 +39,7 @@ WITH = {
 ABSENT_HERE = {
     **dict.fromkeys(("data=mnist", "data=fashion_mnist", "data=cifar10", "experiment=cifar10"), "data.root"),
     "data=imagefolder": "data.root",
+    "data=tokens": "data.file",
     **{f"device={kind}": "device.kind" for kind in ("cuda", "mps", "xpu") if kind != accelerator_type()},
     **{f"tracking={package}": "tracking" for package in ("wandb", "mlflow", "trackio") if find_spec(package) is None},
 }
@@ -76,8 +79,11 @@ for package, game in (("ale_py", "atari"), ("minatar", "minatar")):
     if find_spec(package) is None:
         ABSENT_HERE[f"experiment=dqn_{game}"] = "env.id"
 for name in ("gpt", "gpt2", "gpt_tiny"):
-    CROSSED["model"].remove(name)  # they need texts, which other networks refuse
+    CROSSED["model"].remove(name)  # they need texts, which other networks and workloads refuse
     REFUSED[frozenset(("workload=dqn", f"model={name}"))] = "model"
+CROSSED["workload"].remove("language")
+for name in ("text", "tokens"):
+    CROSSED["data"].remove(name)
 if find_spec("timm") is None:
     CROSSED["model"].remove("timm")
     for pair in [pair for pair in REFUSED if "model=timm" in pair]:
@@ -148,7 +154,7 @@ def test_an_option_of_a_package_that_is_not_installed_names_its_extra():
     assert refused.value.remedy == "pip install timm"
 
 
-ALONE = CROSSED | {group: GROUPS[group] for group in ("experiment", "local") if group in GROUPS}
+ALONE = GROUPS | {"env": CROSSED["env"], "model": CROSSED["model"]}
 
 
 @pytest.mark.parametrize("option", [f"{group}={name}" for group, names in ALONE.items() for name in names])
@@ -168,6 +174,15 @@ def test_runs_with_all_compatible_pairs_of_options_are_prepared():
     assert together == pairs_of(HERE) - REFUSED.keys()
     for row in ROWS:
         checked(crossed(row), row)
+
+
+@pytest.mark.parametrize("number", range(max(len(HERE[group]) for group in ("parallel", "optimizer", "schedule"))))
+def test_texts_are_prepared_with_the_options_of_all_other_groups(number):
+    others = {group: options for group, options in HERE.items() if group not in ("workload", "data", "env", "debug")}
+    others |= {"model": ["gpt", "gpt2", "gpt_tiny"], "workload": ["language"], "data": ["text"]}
+    row = [f"{group}={options[number % len(options)]}" for group, options in others.items()]
+    if not any({*pair} <= {*row} for pair in REFUSED):
+        checked(crossed(row, "data.context=64", "data.holdout=0.1"), row)
 
 
 def test_incompatible_pairs_of_options_are_refused_by_key():
