@@ -12,6 +12,9 @@ import torch
 _FAILED_HERE = re.compile("nccl(unhandledcudaerror|systemerror|internalerror|invalidargument|invalidusage)")
 """NCCL's codes of errors in the process that reports them. `ncclRemoteError` is the one that another process causes."""
 
+NO_GRADIENT = "compute it from the outputs, without detach(), item(), argmax(), NumPy or torch.no_grad()"
+"""What to do about a loss that does not depend on the weights."""
+
 
 def is_lost_peer(error: BaseException) -> bool:
     """Return whether `error` means that another rank has exited, or has not reached a collective before the timeout.
@@ -59,8 +62,10 @@ def refusal(error: BaseException) -> tuple[str, Any, str, str] | None:
         remedy = "let the data have one tensor as input, and forward divide it: x[:, :5], x[:, 5:]"
         return "model", call[1], "a network is called with a single input", remedy
     if "does not require grad and does not have a grad_fn" in str(error):
-        remedy = "compute it from the outputs, without detach(), item(), argmax(), NumPy or torch.no_grad()"
-        return "loss", "no gradient", "it does not depend on the weights", remedy
+        return "loss", "no gradient", "it does not depend on the weights", NO_GRADIENT
+    if "Trying to backward through the graph a second time" in str(error):
+        why = "the code calls it, too, or keeps a tensor with its graph from one step to the next"
+        return "loss", "backward()", why, "return the loss alone, and detach() what is kept"
     if unsupported := re.search(r"(\w+)`? does not support (complex parameters|sparse gradients)", str(error)):
         why = f"it does not support {unsupported[2]}"
         return "optimizer", unsupported[1].strip("_"), why, "optimizer=sgd optimizer.fused=false takes them"

@@ -13,6 +13,7 @@ from runner.config import user_code
 from runner.config.errors import ABSENT, ConfigError
 from runner.data.base import IGNORED
 from runner.device import sum_dtype
+from runner.system.torch_errors import NO_GRADIENT
 from runner.tracking.metrics import BatchSums
 
 LossForm: TypeAlias = "tuple[tuple[str, ...], bool]"
@@ -65,6 +66,8 @@ def losses_of(returned: Any, num_samples: int, function: Any) -> Losses:
     names = ("loss", *(name for name in values if name != "loss"))
     parts = [_total_and_count(values[name], function) for name in names]
     total, count = parts[0]
+    if torch.is_grad_enabled() and not total.requires_grad:  # as in training
+        _refuse(f"it returns a {total.dtype} that does not depend on the weights", function, NO_GRADIENT)
     to_sum = partial(_scalar, dtype=sum_dtype(total.device), device=total.device)
     sums = torch.stack([to_sum(total * (num_samples if count is None else 1)) for total, count in parts])
     counts = torch.stack([to_sum(num_samples if count is None else count) for _, count in parts])
@@ -94,6 +97,8 @@ def _total_and_count(value: Any, function: Any) -> tuple[torch.Tensor, Any]:
         if not isinstance(each, torch.Tensor) or each.dim():
             found = f"a tensor {list(each.shape)}" if isinstance(each, torch.Tensor) else f"a {type(each).__name__}"
             _refuse(f"it returns {'a pair with ' * is_pair}{found}, and no scalar", function, _REMEDY)
+        if each.is_complex():
+            _refuse("it returns a complex number", function, "return a real one, such as loss.real or loss.abs()")
     if is_number and not 0 <= count < math.inf:
         _refuse(f"it returns the count {count}", function, "a count is finite and not negative, as that of tokens")
     return total, count

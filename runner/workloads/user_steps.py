@@ -77,9 +77,21 @@ class UserSteps(UserCodeWorkload):
     def loss(self, model: torch.nn.Module, batch: Any) -> tuple[torch.Tensor, BatchSums]:
         step = self._phases[self.phase].step
         key = f"phases.{self.phase}" if self.phase else "training_step"
-        found = _losses(key, step, step(model, _as_trained(model, _given(batch))), batch)
+        is_first = self.phase not in self._forms
+        before = _gradients(model) if is_first else []
+        returned = step(model, _as_trained(model, _given(batch)))
+        if is_first:
+            why = f"it calls backward(){user_code.place(step)}"
+            check(
+                _gradients(model) == before,
+                key,
+                ABSENT,
+                why,
+                "leave it out: the run calls it with the loss that is returned",
+            )
+        found = _losses(key, step, returned, batch)
         form = found.checked_form(self._forms.get(self.phase), step)
-        if self.phase not in self._forms:
+        if is_first:
             self._forms = {**self._forms, self.phase: form}  # a copy of the workload has forms of its own
         return found.per_sample, found.sums
 
@@ -163,6 +175,11 @@ def _as_trained(model: torch.nn.Module, given: Any) -> Any:
     """Return samples in float64 if the network is, as with precision=64."""
     is_double = next((each.dtype for each in model.parameters()), None) == torch.float64
     return map_tensors(lambda each: each.double() if each.is_floating_point() else each, given) if is_double else given
+
+
+def _gradients(model: torch.nn.Module) -> list[tuple[int, int]]:
+    """Return what tells whether a backward pass has changed gradients."""
+    return [(id(p.grad), 0 if p.grad is None else p.grad._version) for p in model.parameters()]
 
 
 def _losses(key: str, step: Callable[..., Any], returned: Any, batch: Any) -> Losses:

@@ -203,6 +203,17 @@ class TwoInputs(Net):
         return super().forward(x) + y
 
 
+class Remembers(Net):
+    """What it computes of a batch depends on the one before."""
+
+    memory = 0.0
+
+    def forward(self, x):
+        outputs = super().forward(x) + self.memory
+        self.memory = outputs.mean()
+        return outputs
+
+
 def one_output() -> nn.Module:
     return Net(1)
 
@@ -242,6 +253,13 @@ def shifted(by: int) -> Any:
     ({"data": FLOATS, "model": one_output, "loss": nn.MSELoss()}, "loss", "outputs [12, 1], targets [12]"),
     ({"data": FLOATS, "model": one_output, "loss": nn.BCEWithLogitsLoss()}, "loss", "outputs [12, 1], targets [12]"),
     ({"loss": lambda outputs, targets: outputs}, "loss", "scalar"),
+    ({"loss": lambda outputs, targets: cross_entropy(outputs, targets) * 1j}, "loss", "a complex number ("),
+    (
+        {"loss": lambda outputs, targets: (outputs.argmax(1) != targets).sum()},
+        "loss",
+        "torch.int64 that does not depend",
+    ),
+    ({"model": Remembers}, "loss", "keeps a tensor with its graph"),
     ({"loss": 3}, "loss", "function"),
     ({"metrics": [right]}, "metrics", "dict"),
     ({"metrics": {"": right}}, "metrics", "no name"),
@@ -316,7 +334,7 @@ def test_errors_in_code_of_the_user_name_its_line(mode, given, line):
 
 @pytest.mark.parametrize("mode", [["data.workers=1"], [DDP]], ids=["single", "ddp"])
 def test_a_run_that_has_saved_is_not_removed_if_torch_refuses_a_later_step(mode):
-    with pytest.raises(runner.CrashedError, match="it does not depend on the weights") as crashed:
+    with pytest.raises(runner.CrashedError, match="does not depend on the weights") as crashed:
         trained(*mode, "save_every=1", "keep=9", loss=LosesItsGradient())
     result = crashed.value.result
     assert (result.status, result.steps) == ("crashed", 4)

@@ -29,7 +29,7 @@ from helpers.strange_networks import trained_with
 from torch import nn
 
 import runner
-from runner.config.errors import ConfigError
+from runner.config.errors import ConfigError, shown
 
 MODES = ["parallel=single", "accumulation=4", "parallel=ddp accumulation.steps=3", "parallel=fsdp accumulation=2"]
 PAIRS = [(name, mode) for name in CASES for mode in MODES]
@@ -145,6 +145,19 @@ def two_numbers(model: Any) -> float:
     return 0.0
 
 
+def of_networks(change: Any) -> dict[str, Any]:
+    """Return a step whose loss is changed before it is returned, with a right evaluation."""
+    return {
+        "training_step": lambda model, batch: change(unlabeled(model["discriminator"], batch[0])),
+        "evaluation_step": lambda model, batch: unlabeled(model["discriminator"], batch[0]),
+    }
+
+
+def with_backward(loss: torch.Tensor) -> torch.Tensor:
+    loss.backward(retain_graph=True)
+    return loss
+
+
 WRONG = {
     "nothing of this name": ({"phases": {"generators": of_rows}}, "phases: got 'generators': no trained parameter"),
     "overlap": (
@@ -160,6 +173,10 @@ WRONG = {
     "both": ({"training_step": of_rows, "phases": {"generator": of_rows}}, "there is a training_step, too"),
     "a loss, too": ({"training_step": of_rows, "loss": unlabeled}, "loss"),
     "no loss": ({"training_step": lambda model, batch: None}, "it returns a NoneType, and no scalar"),
+    "its own backward": (of_networks(with_backward), "training_step: it calls backward() ("),
+    "complex": (of_networks(lambda loss: loss * 1j), "training_step: it returns a complex number ("),
+    "integer": (of_networks(torch.Tensor.long), "it returns a torch.int64 that does not depend on the weights ("),
+    "detached": (of_networks(torch.Tensor.detach), "it returns a torch.float32 that does not depend on the weights ("),
     "alone": ({"evaluation_step": of_rows}, "evaluation_step"),
 }
 
@@ -172,6 +189,7 @@ def test_what_is_no_step_is_refused_before_the_first_one(name, tmp_path):
     with pytest.raises(ConfigError) as refused:
         runner.train(["device=cpu", "steps=1", "batch_size=12", f"output_root={tmp_path}"], **given, **parts)
     assert message in str(refused.value)
+    assert not message.endswith("(") or f"{message}{shown(__file__)}:" in str(refused.value)
     assert not any(tmp_path.rglob("checkpoints"))
 
 
