@@ -30,4 +30,4 @@ def test_logits_are_those_of_transformers(file, tmp_path):
     with torch.no_grad():
         expected = theirs.double().eval()(ids).logits
         torch.testing.assert_close(ours(ids), expected, rtol=1e-10, atol=1e-10)
-    assert float(expected.std()) > 1
+    assert float(expected.std()) > 0.1
