@@ -59,8 +59,8 @@ class Samples(ABC):
     num_workers: int = 0
     """Number of worker processes that load training batches, in each process of the run."""
 
-    has_tokens: bool = False
-    """Whether an input is the indices of tokens in a vocabulary, and no numbers to compute with."""
+    has_tokens: bool | None = False
+    """Whether an input is the indices of tokens in a vocabulary, and no numbers to compute with; None if it may be."""
 
     weights: torch.Tensor | None = None
     """The weights with which training samples are drawn (see `SampleOrder`); None if each comes once an epoch."""
@@ -181,6 +181,12 @@ def copied(tree: Tree) -> Tree:
 def shape_of(inputs: Tree) -> Tree:
     """Return the shape of one input, given several, [n, …]; see `Samples.shape`."""
     return map_tensors(lambda each: tuple(each.shape[1:]), inputs)
+
+
+def may_be_tokens(inputs: Tree) -> bool | None:
+    """Return `Samples.has_tokens` of samples of a user, given several inputs: None if they are a tensor of integers."""
+    is_whole = isinstance(inputs, torch.Tensor) and not (inputs.is_floating_point() or inputs.is_complex())
+    return None if is_whole and inputs.dtype != torch.bool else False
 
 
 def shard_bounds(length: int, shard: tuple[int, int]) -> tuple[int, int]:

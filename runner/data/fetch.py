@@ -13,7 +13,7 @@ from torch.utils.data import Subset, default_collate
 from runner.batching import MicroBatch
 from runner.config import user_code
 from runner.config.errors import ABSENT, ConfigError, check, described
-from runner.data.base import Batch, Collated, DataError, Samples, shape_of
+from runner.data.base import Batch, Collated, DataError, Samples, may_be_tokens, shape_of
 from runner.data.forms import Arrays, pair, single
 from runner.data.generators import generators_of, seed_all
 from runner.data.workers import Workers
@@ -146,6 +146,7 @@ class UserSamples(Samples):
         self._workers, self._content, self.form = workers, content, Batch if maker.is_divided else Collated
         self.example = self.form(*first)
         self.num_workers, self.shape = workers.count, shape_of(first[0])
+        self.has_tokens = may_be_tokens(first[0])
 
     def fake_batches(self, micros: Iterable[MicroBatch], device: torch.device) -> Iterator[Any]:
         for micro in micros:

@@ -12,7 +12,7 @@ import torch
 
 from runner.batching import MicroBatch, SampleOrder
 from runner.data.augment import Transform
-from runner.data.base import Batch, LabeledSamples, Samples, copied, shape_of, shard_bounds
+from runner.data.base import Batch, LabeledSamples, Samples, copied, may_be_tokens, shape_of, shard_bounds
 from runner.data.decode import normalized, per_channel
 from runner.seeds import sample_seeds, uniforms
 from runner.system.trees import Tree, map_leaves, map_tensors, rows_of, tensors_of
@@ -36,7 +36,7 @@ class ArraySamples(Samples):
         if len(lengths) != 1:
             raise ValueError(f"the inputs and targets have different lengths: {', '.join(map(str, sorted(lengths)))}")
         [self._length] = lengths
-        self.shape = shape_of(self.inputs)
+        self.shape, self.has_tokens = shape_of(self.inputs), may_be_tokens(self.inputs)
 
     def __len__(self) -> int:
         return self._length

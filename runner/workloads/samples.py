@@ -68,9 +68,10 @@ class SampleWorkload(Workload, Generic[S]):
         if getattr(self.data, "sampler", "") == "weighted" and not self.split:
             with errors_under("data"):
                 self.train.weights = class_weights(self.train.labels())
-        if self.model.takes_tokens is not None and self.model.takes_tokens != self.train.has_tokens:
+        takes_tokens, has_tokens = self.model.takes_tokens, self.train.has_tokens
+        if None not in (takes_tokens, has_tokens) and takes_tokens != has_tokens:
             why = f"inputs of {type(self.data).__name__} are "
-            why += "the indices of tokens" if self.train.has_tokens else "no indices of tokens"
+            why += "the indices of tokens" if has_tokens else "no indices of tokens"
             raise self.model.refused(why, "use model=gpt for text, and others for anything else")
         num_dims, shape = self.model.num_dims, self.train.shape
         if num_dims is not None and not (isinstance(shape, tuple) and len(shape) == num_dims):

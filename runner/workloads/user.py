@@ -83,8 +83,9 @@ class UserWorkload(UserCodeWorkload, CrossEntropyWorkload[Samples]):
         if not self._of_classes:
             self._num_outputs = targets[0].numel() if is_one else 0
         elif not self._num_outputs and isinstance(train, ArraySamples):  # here, as plans build networks without numbers
-            both = (samples.targets for samples in (train, held_out) if isinstance(samples, ArraySamples))
-            seen = torch.cat([targets.unique() for targets in both]).unique()
+            both = [samples for samples in (train, held_out) if isinstance(samples, ArraySamples)]
+            tokens = [samples.inputs for samples in both] if self.model.takes_tokens else []  # of the same vocabulary
+            seen = torch.cat([each.unique() for each in (*tokens, *(samples.targets for samples in both))]).unique()
             self._num_outputs = 1 + int(seen.max())
             if absent := self._num_outputs - int((seen >= 0).sum()):
                 log.warning("data: %d of the %d classes from 0 on have no samples", absent, self._num_outputs)

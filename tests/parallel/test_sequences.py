@@ -21,6 +21,7 @@ from helpers.sequences import (
     PerToken,
     collate,
     config_of,
+    sum_over_tokens,
     tokens,
     trained,
     two_tasks,
@@ -142,6 +143,18 @@ def test_a_parameter_of_two_stages_counts_once_in_the_norm_and_the_state_of_the_
     assert norms_of_pipeline == pytest.approx(norms, rel=1e-6)
     for got, expected in zip(of_pipeline, (weights, moments), strict=True):
         assert largest_difference(got, expected) < 1e-12
+
+
+def test_integers_of_a_user_are_the_tokens_of_a_language_model_and_numbers_are_not(tmp_path, monkeypatch):
+    """The vocabulary is that of the inputs and the targets."""
+    monkeypatch.chdir(tmp_path)
+    words = [*CPU, "model=gpt_tiny", "model.layers=1", "model.width=8", "steps=1", "eval_every=1"]
+    inputs, targets = tokens()
+    result = runner.train(words, data=((inputs, targets), (inputs, targets)), loss=sum_over_tokens)
+    assert result.directory is not None
+    assert len(weights_at(result.directory, 1)["wte.weight"]) == 20 == 1 + int(inputs.max()) > 1 + int(targets.max())
+    with pytest.raises(runner.ConfigError, match=r"^model: got 'gpt_tiny': .* no indices of tokens"):
+        runner.train(words, data=(inputs.float(), targets), loss=sum_over_tokens)
 
 
 def test_the_first_member_of_an_ensemble_divides_by_its_own_counts(ranks, tmp_path):
