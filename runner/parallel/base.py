@@ -14,6 +14,7 @@ import torch
 from runner.batching import MicroBatch, Plan
 from runner.config.errors import ConfigError, errors_under
 from runner.device import Device
+from runner.models.blocks import blocks_of
 from runner.optimizer import trainable
 from runner.parallel import full_state
 from runner.parallel.compiling import compile_in_place
@@ -190,6 +191,10 @@ class Parallel:
         The mode may also write files to `directory`, the run directory.
         """
         return {}
+
+    def blocks(self, model: torch.nn.Module) -> list[str]:
+        """Return the names of the blocks of `model` that this process computes, if they have parameters."""
+        return [name for name, block in blocks_of(model) if any(True for _ in block.parameters())]
 
     def signature(self) -> dict[str, Any]:
         """Return what `continue_with` needs in another session of this run: the entries that the mode saves."""

@@ -27,6 +27,7 @@ from runner.parallel.pipelining.partition import (
     BlockProfile,
     Partition,
     StageModule,
+    blocks_of,
     first_inputs,
     keep_only,
     stages_of_each_tensor,
@@ -167,6 +168,8 @@ class Pipeline(Partition, MultiProcess):
         for i in numbers:
             is_sent = self.in_processes and i < count - 1
             placed[i] = StageModule(stages[i], i > 0, is_sent, session.channels_last, session.precision.autocast)
+        names = [name for name, _ in blocks_of(model)]
+        self._blocks = {name for i in numbers for name in names[starts[i] :][: len(stages[i])]}
         if 0 in placed:
             session.precision.convert(placed[0])  # the inputs are passed to the first stage, not to the whole network
 
@@ -254,6 +257,9 @@ class Pipeline(Partition, MultiProcess):
             if self.in_processes:
                 self._engine.serve()
         return session.collectives.from_rank_0(lambda: workload.summarize(sums)), sums
+
+    def blocks(self, model: torch.nn.Module) -> list[str]:
+        return [name for name in super().blocks(model) if name in self._blocks]  # others may share a parameter
 
     def scalars(self) -> dict[str, float]:
         gathered = self._session.collectives.all_gather([tuple(span) for span in self._timeline.take()])

@@ -209,7 +209,7 @@ def trace_rank(run: Run, session: Session, rank: int, further: int = 0) -> RankP
                 placed,
                 tracker.costs,
                 _saved(state),
-                [name for name, block in blocks_of(state.model) if any(True for _ in block.parameters())],
+                run.parallel.blocks(state.model),
                 normalizes_batches(state.model),
             )
 

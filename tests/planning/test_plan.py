@@ -229,6 +229,7 @@ def test_a_parameter_of_two_stages_is_sent_from_one_to_the_other_and_back():
     with using(passed(model=Tied, data=((ids, ids), (ids, ids)))):
         run = build_composed_run(*words, "parallel.split_size=12", "parallel.cuts=['2']")
         first, second = trace_ranks(run, prepared(run))
+    assert (first.blocks, second.blocks) == (["0", "1"], ["2", "3"])
     activations, weight = 12 * 5 * 8 * 4, 20 * 8 * 4
     assert first.costs.messages["send"][1] == second.costs.messages["send"][1] == activations + weight
 
