@@ -52,16 +52,15 @@ class GPT(nn.Module):
     ):
         super().__init__()
         normalization = partial(NORMS[norm], width, bias)
-        sizes = width, heads, kv_heads or heads, dropout, bias
+        of_attention = width, heads, kv_heads or heads, dropout, bias, positions == "rotary"
         self.wte = nn.Embedding(vocabulary, width)
         self.wpe = nn.Embedding(context, width) if positions == "learned" else None
         self.drop = _dropout(dropout)
-        is_rotary = positions == "rotary"
         self.h = nn.ModuleList(
             Layer(
                 checkpoint_activations,
                 ln_1=normalization(),
-                attn=Attention(*sizes, is_rotary),
+                attn=Attention(*of_attention),
                 ln_2=normalization(),
                 mlp=_mlp(width, dropout, bias),
             )

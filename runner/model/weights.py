@@ -165,10 +165,12 @@ def load_weights(model: torch.nn.Module, source: str, reset_head: bool) -> None:
     From the weights of an agent, only its online network is loaded. If the network is an attribute of what was saved,
     such as `model.`, other attributes, as a loss, are left out. If `reset_head`, the last layer keeps its parameters.
     """
-    from runner.models.gpt import linear_layout
+    from runner.models.gpt import GPT, linear_layout
     from runner.models.qnet import online_tensors
 
-    own, tensors = model.state_dict(), linear_layout(online_tensors(weights_of(source)))
+    own, tensors = model.state_dict(), online_tensors(weights_of(source))
+    if isinstance(model, GPT):
+        tensors = linear_layout(tensors)
     if not own.keys() & tensors.keys():  # of a LightningModule that holds the network
         attributes = list(dict.fromkeys(name.partition(".")[0] for name in tensors))
         fitting = [each for each in attributes if any(f"{each}.{name}" in tensors for name in own)]

@@ -50,6 +50,19 @@ def test_a_zip_archive_that_only_torch_recognizes_is_refused(tmp_path):
         load_tensors(path)
 
 
+def test_the_weights_of_gpt2_are_transposed_for_the_network_of_this_project_alone(tmp_path):
+    """A user may have the network of transformers, whose weights are [inputs, outputs], too."""
+    theirs: nn.Module = nn.Linear(6, 2, bias=False)  # in place of 2 inputs and 6 outputs
+    for name in ("c_attn", "attn", "0", "h"):
+        theirs = nn.ModuleDict({name: theirs})
+    saved = copy(theirs.state_dict())
+    assert [*saved] == ["h.0.attn.c_attn.weight"]
+    torch.save(saved, file := tmp_path / "weights.pt")
+    nn.init.zeros_(next(theirs.parameters()))
+    load_weights(theirs, str(file), False)
+    assert torch.equal(theirs.state_dict()["h.0.attn.c_attn.weight"], saved["h.0.attn.c_attn.weight"])
+
+
 def test_buffers_of_weights_may_have_another_shape_but_no_parameter_may(tmp_path):
     trained, file = evolving(), tmp_path / "weights.pt"
     for _ in range(3):
