@@ -122,15 +122,14 @@ class Optimizer(ABC):
                 part = replace(part, options=None, **checked_values(type(part), named))
             for name in sorted(given.keys() & {*OF_ALL}):
                 raise ConfigError(name, given[name], "it is an option of the whole optimizer", f"optimizer.{name}=…")
-            betas, options = given.get("betas"), option_fields(type(part))
-            if (
-                "beta1" in options
-                and isinstance(betas, Sequence)
-                and len(betas) == 2
-                and not {"beta1", "beta2"} & {*given}
-            ):
+            options = option_fields(type(part))
+            if "betas" in given and "beta1" in options:
+                betas = given.pop("betas")
+                is_pair = isinstance(betas, Sequence) and not isinstance(betas, str) and len(betas) == 2
+                check(is_pair, "betas", betas, "it needs two numbers", "betas: [0.9, 0.95], or beta1 and beta2")
+                why = "beta1 or beta2 is given, too"
+                check(not {"beta1", "beta2"} & {*given}, "betas", betas, why, "leave one of them out")
                 given |= {"beta1": betas[0], "beta2": betas[1]}
-                del given["betas"]
             values = checked_values(schema_of(type(part), part.kinds()), given)
             own = {name: value for name, value in values.items() if name in options}
             further = {name: given[name] for name in values.keys() - own.keys()}

@@ -161,6 +161,9 @@ class Step(Schedule):
         return self.gamma ** sum(update >= milestone * num_updates - 1e-6 for milestone in self.milestones)
 
 
+_MOST = 1_000_000
+"""The largest factor: a larger one is a mistake, and the learning rate might overflow."""
+
 _MAX_TRIED = 1000
 """The number of steps, besides the last one, for which a function of the user's is tried before the first one."""
 
@@ -174,9 +177,10 @@ class Function(Schedule):
     def after_warmup(self, update: int, num_updates: int) -> float:
         with user_code.errors_of("schedule"):
             value = self.function(update, num_updates)
-            factor = float(value) if hasattr(value, "__float__") else math.nan
+            is_number = hasattr(value, "__float__") and "bool" not in str(getattr(value, "dtype", type(value)))
+            factor = float(value) if is_number else math.nan
         why = f"the function{user_code.place(self.function)} returned it for step {update} of {num_updates}"
-        check(0 <= factor < math.inf, "schedule", value, why, "a factor of optimizer.lr is a finite number ≥ 0")
+        check(0 <= factor <= _MOST, "schedule", value, why, f"a factor of optimizer.lr is a number ≥ 0 and ≤ {_MOST:,}")
         return factor
 
     def check_length(self, num_steps: int) -> None:

@@ -50,7 +50,7 @@ def check_accepted(kind: str, options: dict[str, Any], key: str) -> None:
     known, why = arguments_of(kind), ""
     for name, value in options.items():
         if isinstance(value, tuple) and len(value) != (count := len(known[name].default)):
-            why = f"{name} has {count} numbers"
+            why = f"{name} needs {count} numbers, and got {[*value]}"
     try:
         getattr(torch.optim, kind)([{"params": []}], **options)
     except (TypeError, ValueError, IndexError) as error:

@@ -284,7 +284,9 @@ def test_muon_for_chosen_matrices_and_another_optimizer_for_the_rest():
     ({"beta3": 0.1}, "beta3", "did you mean beta"),
     ({"beta1": 1.0}, "beta1", "see the comments in conf/optimizer/adamw.yaml"),
     ({"betas": [0.9, 1.0]}, "beta2", "see the comments"),
-    ({"betas": [0.9]}, "betas", "did you mean beta"),
+    ({"betas": [0.9]}, "betas", "betas: [0.9, 0.95]"),
+    ({"betas": 0.9}, "betas", "betas: [0.9, 0.95]"),
+    ({"betas": [0.9, 0.99], "beta1": 0.8}, "betas", "leave one of them out"),
     ({"eps": "small"}, "eps", "see the comments"),
     ({"amsgrad": 2}, "amsgrad", "see the comments"),
     ({"momentum": 0.9}, "momentum", "choose from"),
@@ -310,7 +312,7 @@ def test_options_of_a_group_are_checked_as_those_of_the_optimizer(options, key, 
 
 @pytest.mark.cases(
     ({"optimizer": "nadam", "options": {"momentum_decay": -1.0}}, "momentum_decay"),
-    ({"optimizer": "nadam", "betas": [0.9, 0.99, 0.999]}, "betas has 2 numbers"),
+    ({"optimizer": "nadam", "betas": [0.9, 0.99, 0.999]}, r"betas needs 2 numbers, and got \[0.9, 0.99, 0.999\]"),
     ({"optimizer": "nadam", "betas": [0.9, 1.5]}, "beta parameter at index 1"),
 )
 def test_values_that_torch_refuses_in_a_group_are_refused_before_the_first_step(options, why):

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from helpers.compose import option_content
@@ -227,6 +228,10 @@ def raising(step: int, num_steps: int) -> float:
     (lambda step, num_steps: math.inf * (step == 19), "returned it for step 0 of 20"),  # 0 · inf is NaN
     (lambda step, num_steps: 1 if step < 19 else math.inf, "returned it for step 19 of 20"),
     (lambda step, num_steps: "0.5", "returned it"),
+    (lambda step, num_steps: step < 10, "tests/test_schedule.py:"),
+    (lambda step, num_steps: torch.tensor(True), "returned it"),
+    (lambda step, num_steps: numpy.bool_(True), "returned it"),
+    (lambda step, num_steps: 1.0 if step < 19 else 1e300, "returned it for step 19 of 20"),
     (lambda step, num_steps: None, "returned it"),
     (lambda step, num_steps: torch.ones(2), "it raises"),
     (raising, "ValueError: no rate"),

@@ -283,7 +283,11 @@ def errors_of(part: str) -> Iterator[None]:
         if is_of_signal(error):
             raise
         given = _given.names().get(part, ABSENT)
-        raise ConfigError(part, given, f"it raises {described(error)}", "correct it") from error
+        why, remedy = f"it raises {described(error)}", "correct it"
+        if type(error).__name__ == "DataError":  # which this module cannot import
+            what, why, remedy = error.args
+            why = f"{what}: {why}"
+        raise ConfigError(part, given, why, remedy) from error
 
 
 def place(function: Any) -> str:

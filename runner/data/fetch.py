@@ -73,7 +73,7 @@ class BatchMaker:
         try:
             batch = self.collate(samples)
         except Exception as error:
-            remedy = f"correct collate{user_code.place(self.collate)}; log.txt has the traceback"
+            remedy = f"correct collate{user_code.place(self.collate)}"
             raise DataError("collate", described(error), remedy) from error
         inputs, targets = self._divided(batch, "what collate returns", len(samples))
         if not tensors_of(inputs):
@@ -115,7 +115,7 @@ class Fetch(BatchMaker):
         try:
             return item(self.dataset, index)
         except Exception as error:
-            remedy = "correct its __getitem__; log.txt has the traceback"
+            remedy = "correct its __getitem__"
             raise DataError(f"sample {index} of {type(self.dataset).__name__}", described(error), remedy) from error
 
 

@@ -108,6 +108,12 @@ class Arrays(Dataset):
         """Whether samples are (input, target)."""
         return bool(tensors_of(self.targets))
 
+    @property
+    def labels(self) -> Tree:
+        """The targets; of samples that are not divided, the `labels` or the `label` in a dict, or nothing."""
+        key = None if self.is_divided else _label_key(self.inputs)
+        return self.targets if key is None else self.inputs[key]  # pyright: ignore[reportIndexIssue]
+
     def __getitem__(self, index: Any) -> Tree:
         inputs, targets = map_tensors(lambda each: each[index], (self.inputs, self.targets))
         return (inputs, targets) if self.is_divided else inputs

@@ -247,7 +247,7 @@ class Reader(BatchMaker):
         raise DataError(self.name, why, "let __iter__ begin anew each time that it is called, or take fewer steps")
 
     def _error(self, what: str, error: Exception) -> DataError:
-        return DataError(what, described(error), "correct its __iter__; log.txt has the traceback")
+        return DataError(what, described(error), "correct its __iter__")
 
 
 def _digest(sample: Any) -> str:

@@ -185,7 +185,7 @@ class DatasetSamples(UserSamples):
         dataset, rows = self.fetch.dataset, torch.arange(len(self))
         while type(dataset) is Subset:
             dataset, rows = dataset.dataset, torch.as_tensor(dataset.indices)[rows]
-        targets = dataset.targets if isinstance(dataset, Arrays) else getattr(dataset, "targets", None)
+        targets = dataset.labels if isinstance(dataset, Arrays) else getattr(dataset, "targets", None)
         labels = torch.empty(0)
         if isinstance(targets, list | np.ndarray | torch.Tensor):
             with suppress(ValueError, TypeError):  # of names, for example

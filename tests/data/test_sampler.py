@@ -63,17 +63,21 @@ def network() -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 4))
 
 
-def trained(mode: list[str], directory: Path) -> Any:
-    parts = {"model": network, "data": DATA}
+def step(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+    return cross_entropy(model(batch["x"]), batch["label"])
+
+
+STEP = {"data": ({"x": INPUTS, "label": LABELS},) * 2, "training_step": step}
+
+
+def trained(mode: list[str], directory: Path, given: Any = None) -> Any:
+    parts = {"model": network, **(given or {"data": DATA})}
     words = [*CPU, *PLAIN, "data.sampler=weighted", "eval_every=0", *mode]
     return trained_with(parts, compose_config(*user_code.passed(**parts).added_to(words)), directory)
 
 
-@pytest.mark.parametrize(
-    "mode",
-    ["accumulation=4", "parallel=ddp", "parallel=fsdp accumulation=2", "parallel=pipeline parallel.split_size=3"],
-)
-def test_weights_are_those_of_a_plain_loop_in_every_mode_and_after_a_resume(mode, ranks, tmp_path):
+def plain() -> dict[str, torch.Tensor]:
+    """Return the weights after six steps in plain PyTorch."""
     torch.manual_seed(derive(0, "weights"))
     model = network().double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -81,10 +85,26 @@ def test_weights_are_those_of_a_plain_loop_in_every_mode_and_after_a_resume(mode
         optimizer.zero_grad()
         cross_entropy(model(INPUTS[rows].double()), LABELS[rows]).backward()
         optimizer.step()
+    return model.state_dict()
+
+
+@pytest.mark.parametrize(
+    "mode",
+    ["accumulation=4", "parallel=ddp", "parallel=fsdp accumulation=2", "parallel=pipeline parallel.split_size=3"],
+)
+def test_weights_are_those_of_a_plain_loop_in_every_mode_and_after_a_resume(mode, ranks, tmp_path):
     count = 1 if mode.startswith("accumulation") else 2
     assert not isinstance(ranks(count).call_on_all(trained, [*mode.split(), "steps=3"], tmp_path)[0], str)
     trained(["steps=6"], tmp_path)
-    assert largest_difference(weights_at(tmp_path, 6), model.state_dict()) < 1e-12
+    assert largest_difference(weights_at(tmp_path, 6), plain()) < 1e-12
+
+
+@pytest.mark.parametrize("mode", ["parallel=single", "parallel=ddp"])
+def test_arrays_in_a_dict_are_drawn_by_their_label_also_for_a_training_step(mode, ranks, tmp_path):
+    words = [mode, "steps=6"]
+    result = ranks(1 + ("ddp" in mode)).call_on_all(trained, words, tmp_path, STEP)[0]
+    assert not isinstance(result, str), result
+    assert largest_difference(weights_at(tmp_path, 6), plain()) < 1e-12
 
 
 class WithTargets(TensorDataset):

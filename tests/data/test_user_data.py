@@ -29,6 +29,7 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     Dataset,
+    IterableDataset,
     SequentialSampler,
     Subset,
     TensorDataset,
@@ -319,6 +320,44 @@ def test_an_error_that_ends_loops_in_python_does_not_end_the_samples(error):
     train, _ = loaded((Ends(error), Rows(9)))
     with pytest.raises(DataError, match=r"sample 7 of Ends"):
         in_order(train)
+
+
+class FailsAtOnce(Rows):
+    def __getitem__(self, index):
+        raise KeyError("no sample")
+
+
+class StreamFails(IterableDataset):
+    def __iter__(self):
+        raise KeyError("no sample")
+
+
+def collate_fails(samples):
+    raise KeyError("no batch")
+
+
+@pytest.mark.parametrize(
+    ("given", "why", "remedy"),
+    [
+        ({"data": (FailsAtOnce(9), FailsAtOnce(9))}, "sample 0 of FailsAtOnce: KeyError: 'no sample' (", "__getitem__"),
+        (
+            {"data": (StreamFails(), StreamFails())},
+            "the beginning of StreamFails: KeyError: 'no sample' (",
+            "its __iter__",
+        ),
+        (
+            {"data": (Rows(9), Rows(9)), "collate": collate_fails},
+            "collate: KeyError: 'no batch' (",
+            "correct collate (",
+        ),
+    ],
+)
+def test_samples_that_cannot_be_read_at_first_are_refused_with_one_remedy(given, why, remedy):
+    with using(passed(**given)), pytest.raises(ConfigError) as refused:
+        UserData().load()
+    assert refused.value.why.startswith(why)
+    assert remedy in refused.value.remedy
+    assert "correct" not in refused.value.why
 
 
 def test_columns_of_held_out_tables_are_matched_by_name():
