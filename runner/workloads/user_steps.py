@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
@@ -26,11 +26,11 @@ log = logging.getLogger(__name__)
 
 
 class UserPhase(NamedTuple):
-    """A phase as a user gives it: `step(model, batch)` trains what the `parameters`, a pattern, match."""
+    """A phase as a user gives it: `step(model, batch)` trains what the `parameters`, patterns, match."""
 
     step: Callable[[torch.nn.Module, Tree], Any]
     every: int = 1
-    parameters: str | None = None
+    parameters: Sequence[str] = ()
 
 
 @dataclass
@@ -60,11 +60,12 @@ class UserSteps(UserCodeWorkload):
         names = {name: each for name, each in names_to_match(model).items() if name in trained}
         found, owner = list[Phase](), dict[str, str]()
         for name, phase in self._phases.items():
-            matched = matching("phases", phase.parameters or name, names, "trained parameter")
-            for each in matched:
+            patterns = phase.parameters or [name]
+            matched = {each for one in patterns for each in matching("phases", one, names, "trained parameter")}
+            for each in sorted(matched):
                 other = owner.setdefault(each, name)
                 why = f"{each} is trained in {other}, too, and a parameter belongs to one phase"
-                check(other == name, f"phases.{name}", phase.parameters or name, why, "let no two phases train it")
+                check(other == name, f"phases.{name}", ", ".join(patterns), why, "let no two phases train it")
             found.append(Phase(name, phase.every, frozenset(matched)))
         if left := [name for name in names if name not in owner]:
             log.warning("no phase trains %s%s", left[0], f" and {len(left) - 1} others" * bool(left[1:]))
@@ -230,6 +231,8 @@ def _phase(name: str, given: Any, remedy: str) -> UserPhase:
     check_step(key, phase.step)
     is_number = type(phase.every) is int and phase.every >= 1
     check(is_number, f"{key}.every", phase.every, "it is no positive whole number", "every: 5")
-    is_pattern = phase.parameters is None or isinstance(phase.parameters, str)
-    check(is_pattern, f"{key}.parameters", phase.parameters, "it is no pattern of names", remedy)
-    return phase
+    found = options.get("parameters", ())
+    patterns = [found] if isinstance(found, str) else found
+    is_list = isinstance(patterns, list | tuple) and all(isinstance(each, str) for each in patterns)
+    check(is_list, f"{key}.parameters", found, "it is no pattern of names, nor a list of them", '["encoder", "*.bias"]')
+    return phase._replace(parameters=patterns)

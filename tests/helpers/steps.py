@@ -104,6 +104,12 @@ CASES = {
     "gan": of_phases(networks, ("discriminator", of_discriminator, 1), ("generator", of_generator, 1)),
     "critic": of_phases(networks, ("discriminator", of_critic, 1), ("generator", of_generator, 2)),
 }
+CASES["patterns"] = of_phases(networks, *CASES["gan"].phases)
+CASES["patterns"].given["phases"]["discriminator"]["parameters"] = [
+    "discriminator.0",
+    "discriminator.*.bias",
+    "discriminator.2",
+]
 CASES["critic"].given["evaluation_step"] = of_generator  # which needs no gradients
 
 

@@ -167,6 +167,11 @@ WRONG = {
     "never": ({"phases": {"generator": {"step": of_rows, "every": 2}}}, "no phase trains in the first step"),
     "every": ({"phases": {"generator": {"step": of_rows, "every": 0}}}, "phases.generator.every: got 0"),
     "an option": ({"phases": {"generator": {"step": of_rows, "evry": 2}}}, "did you mean every"),
+    "a pattern of several": (
+        {"phases": {"generator": {"step": of_rows, "parameters": ["generator", "decoder"]}}},
+        "phases: got 'decoder': no trained parameter",
+    ),
+    "no patterns": ({"phases": {"generator": {"step": of_rows, "parameters": [1]}}}, "it is no pattern of names"),
     "no step": ({"phases": {"generator": {"every": 1}}}, "it has no step"),
     "no dict": ({"phases": [of_rows]}, "no dict from the names of phases"),
     "arguments": ({"training_step": two_numbers}, "it is no function of (model, batch)"),
