@@ -39,7 +39,7 @@ WITH = {
 ABSENT_HERE = {
     **dict.fromkeys(("data=mnist", "data=fashion_mnist", "data=cifar10", "experiment=cifar10"), "data.root"),
     "data=imagefolder": "data.root",
-    "data=tokens": "data.file",
+    **dict.fromkeys(("data=tokens", "experiment=gpt2"), "data.file"),
     **{f"device={kind}": "device.kind" for kind in ("cuda", "mps", "xpu") if kind != accelerator_type()},
     **{f"tracking={package}": "tracking" for package in ("wandb", "mlflow", "trackio") if find_spec(package) is None},
 }
