@@ -15,19 +15,19 @@ from matplotlib.figure import Figure
 from pandas import Categorical, DataFrame, concat
 
 from runner.analysis.comparison import RATE, STEP_SECONDS, Comparison, Row
-from runner.analysis.saved_runs import is_number
+from runner.analysis.saved_runs import MeasuredRun, is_number
 from runner.config.errors import shortened
 from runner.config.overrides import as_typed
 from runner.system.secrets import printable
 from runner.tracking.event_file import EventReader
 
-NAMES = ("modes", "modes_and_pipeline", "split_size", "front", "sweep", "heat_map", "differences", "curves")
+NAMES = ("modes", "modes_and_pipeline", "split_size", "front", "sweep", "heat_map", "differences", "curves", "compute")
 """The names of all figures that `pictures` may return."""
 
 COLORS = ("#2f6f9f", "#c8553d", "#5b8c5a", "#8e6c8a", "#b8860b", "#4c4c4c")
 _MAX_BARS, _MAX_LINES, _MAX_PANELS, _MAX_CELLS, _MAX_TICKS = 24, len(COLORS), 6, 16, 10
 
-_SECONDS, _STEPS = "seconds per step", "optimizer steps"
+_SECONDS, _STEPS, _COMPUTE = "seconds per step", "optimizer steps", "TFLOP of training"
 _SPLIT, _NUM_MICRO_BATCHES = "parallel.split_size", "parallel.num_micro_batches"
 
 
@@ -326,23 +326,42 @@ def _over_keys(compared: Comparison, data: Any, names: list[str], panels: list[t
 
 
 def _curves(compared: Comparison) -> dict[str, Figure]:
-    """Return the figure `curves` of the best rows, with a metric that a run logged at 2 or, better, more steps."""
+    """Return the figure `curves` of the best rows, with a metric that a run logged at 2 or, better, more steps.
+
+    If a step of some of them takes more operations, as of a larger network, `compute` shows the metric over these.
+    """
     wanted = [compared.metric, f"train/{compared.metric.rpartition('/')[2]}", "train/loss"]
     rows = compared.rows[:_MAX_LINES]
-    read = [(number, EventReader(run.directory, wanted).read()) for number, row in enumerate(rows) for run in row.runs]
-    longest = {tag: max(len(curves.get(tag, ())) for _, curves in read) for tag in wanted}
+    runs = [(number, run) for number, row in enumerate(rows) for run in row.runs]
+    read = [(number, _tflop(run), EventReader(run.directory, wanted).read()) for number, run in runs]
+    longest = {tag: max(len(curves.get(tag, ())) for *_, curves in read) for tag in wanted}
     tag = next((tag for least in (3, 2) for tag in wanted if longest[tag] >= least), None)
     if tag is None:
         return {}
-    y, found = shown(tag), [(number, curves[tag]) for number, curves in read if tag in curves]
-    tables = [DataFrame({_STEPS: curve.keys(), y: curve.values()}).assign(row=number) for number, curve in found]
+    y, found = shown(tag), [(number, tflop, curves[tag]) for number, tflop, curves in read if tag in curves]
+    tables = [
+        DataFrame({_STEPS: curve.keys(), y: curve.values()}).assign(row=number, tflop=tflop)
+        for number, tflop, curve in found
+    ]
     data: Any = concat(tables)
+    # The operations of a step are found from its time, so that those of equal networks differ by a rounding.
+    data[_COMPUTE] = data[_STEPS] * data.groupby("row").tflop.transform("median")
+    known = data.tflop.min() > 0 and data.tflop.max() > 1.05 * data.tflop.min()
+    over = {"curves": _STEPS, "compute": _COMPUTE} if known else {"curves": _STEPS}
     labels = _labels(rows)
     lines = sum(label.count("\n") + 1 for label in labels)
-    figure, [axes] = _canvas(compared, f"{tag} over steps", (8.6, max(4.4, 1.5 + 0.16 * lines + 0.1 * len(rows))))
-    for number, (label, color) in enumerate(zip(labels, COLORS, strict=False)):
-        if (curve := data[data.row == number]).size:
-            seaborn.lineplot(curve, x=_STEPS, y=y, ax=axes, errorbar="sd", color=color, lw=1.6, label=label)
-    _scale_y(axes, data[y])
-    axes.legend(frameon=False, fontsize=9, loc="upper left", bbox_to_anchor=(1, 1))
-    return {"curves": figure}
+    height = max(4.4, 1.5 + 0.16 * lines + 0.1 * len(rows))
+    drawn: dict[str, Figure] = {}
+    for name, x in over.items():
+        drawn[name], [axes] = _canvas(compared, f"{tag} over {x}", (8.6, height))
+        for number, (label, color) in enumerate(zip(labels, COLORS, strict=False)):
+            if (curve := data[data.row == number]).size:
+                seaborn.lineplot(curve, x=x, y=y, ax=axes, errorbar="sd", color=color, lw=1.6, label=label)
+        _scale_y(axes, data[y])
+        axes.legend(frameon=False, fontsize=9, loc="upper left", bbox_to_anchor=(1, 1))
+    return drawn
+
+
+def _tflop(run: MeasuredRun) -> float:
+    """Return the 10¹² floating-point operations of a training step; 0 if they are not known."""
+    return run.metrics.get("time/tflops", 0.0) * run.metrics.get("time/step_seconds", 0.0)

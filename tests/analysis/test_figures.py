@@ -183,6 +183,21 @@ def test_learning_curves_are_averaged_over_seeds_and_sessions(sweep):
     assert (axes.get_xlabel(), axes.get_ylabel()) == ("optimizer steps", "eval/accuracy")
 
 
+def test_networks_of_several_sizes_are_compared_over_operations(sweep):
+    for width, tflops, seconds in ((64, 2.0, 0.5), (128, 8.0, 0.25)):
+        for seed in (0, 1):
+            speed = {"tflops": tflops * (1 + 0.01 * seed), "step_seconds": {"median": seconds / (1 + 0.01 * seed)}}
+            log_curve(sweep.add(0.5, f"optimizer.lr={width}", f"seed={seed}", **speed), {10: 0.4, 20: 0.6 + seed})
+    figures = sweep.pictures()
+    assert {"curves", "compute"} <= figures.keys()
+    [axes] = figures["compute"].axes
+    assert axes.get_xlabel() == "TFLOP of training"
+    assert sorted(lines(axes)) == [
+        [(10, pytest.approx(0.4)), (20, pytest.approx(1.1))],
+        [(20, pytest.approx(0.4)), (40, pytest.approx(1.1))],
+    ]
+
+
 def test_the_training_metric_is_drawn_if_the_metric_was_evaluated_only_once(sweep):
     directory = sweep.add(1.0)
     log_curve(directory, {9: 0.5})
