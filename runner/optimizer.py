@@ -18,7 +18,17 @@ from runner.config.options import option_contents
 from runner.config.schema import checked_values, load_class, option_fields, typed_values
 from runner.models.depth import Layers, layers_of
 from runner.schedule import Schedule, of_option
-from runner.torch_optimizer import OF_ALL, arguments_of, can_fuse, check_accepted, joined, of_torch, schema_of
+from runner.torch_optimizer import (
+    OF_ALL,
+    SCHEDULED,
+    arguments_of,
+    can_fuse,
+    check_accepted,
+    joined,
+    of_torch,
+    schema_of,
+    value_of_option,
+)
 
 log = logging.getLogger(__name__)
 
@@ -229,11 +239,15 @@ class Optimizer(ABC):
 
 
 def learning_rates(optimizer: torch.optim.Optimizer) -> dict[str, float]:
-    """Return a dict from TensorBoard tag to learning rate: `lr`, and `lr/NAME` for groups with rates of their own."""
+    """Return a dict from TensorBoard tag to learning rate: `lr`, and `lr/NAME` for groups with rates of their own.
+
+    It also has the other options that have a schedule, such as `weight_decay`.
+    """
     rates: dict[str, float] = {}
     for group in optimizer.param_groups:
-        name = group.get("name", "")
-        rates.setdefault(f"lr/{name}" if name else "lr", float(group["lr"]))
+        label = f"/{name}" if (name := group.get("name", "")) else ""
+        for option in ("lr", *(each for each in SCHEDULED if f"initial_{each}" in group)):
+            rates.setdefault(option + label, float(value_of_option(group, option)))
     return rates
 
 

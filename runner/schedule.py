@@ -1,4 +1,4 @@
-"""Learning rate schedules: a factor for the learning rate, as a pure function of the number of updates.
+"""Schedules: a factor of the learning rate, and of other options, as a pure function of the number of updates.
 
 It has no state to save, even if loss scaling has skipped steps. That of `runner.plateau` depends on evaluations, too.
 """
@@ -18,6 +18,7 @@ from runner.config.errors import ABSENT, check, did_you_mean, errors_under
 from runner.config.limits import Fraction, NonNegativeInt, Range
 from runner.config.options import option_contents
 from runner.config.schema import load_class, typed_values
+from runner.torch_optimizer import SCHEDULED, scale_option, value_of_option
 
 log = logging.getLogger(__name__)
 
@@ -27,8 +28,16 @@ class Schedule:
     """A constant learning rate after a linear warm-up; the base class of all schedules."""
 
     warmup: Annotated[float, Range(least=0, below=1.0)] | NonNegativeInt = 0.0
+    options: dict[str, Any] | None = None  # not {}: Hydra would refuse to override it
 
     def __post_init__(self) -> None:
+        self._others = dict[str, Schedule]()
+        for name, given in (self.options or {}).items():
+            with errors_under("options"):
+                known = did_you_mean(name, SCHEDULED)
+                check(name in SCHEDULED, name, given, "it is no option that a schedule can change;", known)
+                self._others[name] = of_option(given, name)
+                check(not self._others[name].options, name, given, "it has options, too", "write them beside it")
         why = "it is neither a number of steps, of which one is no warm-up, nor a fraction of the run, which is below 1"
         check(self.warmup != 1, "warmup", self.warmup, why, "schedule.warmup=500 or schedule.warmup=0.05, for example")
 
@@ -47,10 +56,16 @@ class Schedule:
         """Return the factor after the warm-up; `update` and `num_updates` are counted from its end."""
         return 1.0
 
+    def factors(self, update: int, num_updates: int) -> dict[str, float]:
+        """Return what `factor` does for each option of the optimizer that has a schedule, by name, first `lr`."""
+        others = {name: each.factor(update, num_updates) for name, each in self._others.items()}
+        return {"lr": self.factor(update, num_updates), **others}
+
     @property
     def is_stretched(self) -> bool:
         """Whether the factors of a run depend on its length."""
-        return 0 < self.warmup < 1 or type(self).after_warmup is not Schedule.after_warmup
+        changes = type(self).after_warmup is not Schedule.after_warmup
+        return 0 < self.warmup < 1 or changes or any(each.is_stretched for each in self._others.values())
 
     def check_length(self, num_steps: int) -> None:
         """Say that a run of `num_steps` steps ends before the warm-up does."""
@@ -73,7 +88,10 @@ class Schedule:
 
 
 class Rates:
-    """The learning rates of a run with a `schedule`; some groups may have their own. This class has no state."""
+    """The learning rates of a run with a `schedule`; some groups may have their own. This class has no state.
+
+    Other options of the optimizer that have a schedule are set, too.
+    """
 
     _scale = 1.0
 
@@ -81,15 +99,30 @@ class Rates:
         self.schedule, self._by_group = schedule, by_group or {}
 
     def set_lr(self, optimizer: torch.optim.Optimizer, update: int, num_updates: int) -> None:
-        """Set the learning rate of `optimizer` for the update with index `update` (see `Schedule.factor`)."""
-        factors = {name: each.factor(update, num_updates) for name, each in self._by_group.items()}
-        factors[""] = self._scale * self.schedule.factor(update, num_updates)
+        """Set the options of `optimizer` for the update with index `update` (see `Schedule.factors`)."""
+        factors = {name: each.factors(update, num_updates) for name, each in self._by_group.items()}
+        factors[""] = self.schedule.factors(update, num_updates)
+        factors[""]["lr"] *= self._scale
         for group in optimizer.param_groups:
-            rate = factors[group.get("schedule", "")] * group.setdefault("initial_lr", group["lr"])
-            if isinstance(group["lr"], torch.Tensor):  # of a compiled step, which reads its memory
-                group["lr"].fill_(rate)
-            else:
-                group["lr"] = rate
+            for name, factor in factors[group.get("schedule", "")].items():
+                scale_option(group, name, factor)
+
+    def others(self, optimizer: torch.optim.Optimizer, num_updates: int) -> list[str]:
+        """Return the names of the options besides `lr` that have a schedule, in a run with `num_updates` updates.
+
+        Raises:
+            ConfigError: if `optimizer` does not have one of them.
+        """
+        found: list[str] = []
+        for pattern, schedule in {"": self.schedule, **self._by_group}.items():
+            groups = [group for group in optimizer.param_groups if group.get("schedule", "") == pattern]
+            for name in [*schedule.factors(0, max(1, num_updates))][1:]:
+                key = f"optimizer.groups.{pattern}.schedule" if pattern else "schedule"
+                why = "the optimizer has no such option, or it is 0"
+                remedy = f"optimizer.{name}=…, or the schedule of one of {', '.join(SCHEDULED)}"
+                check(any(value_of_option(each, name) for each in groups), f"{key}.options", name, why, remedy)
+                found.append(name)
+        return found
 
     def evaluated(self, metrics: Mapping[str, float], step: int) -> None:
         """Take the evaluation after `step` into account: the value of each metric by tag, the same on all ranks."""
@@ -170,30 +203,54 @@ _MAX_TRIED = 1000
 
 @dataclass
 class Function(Schedule):
-    """A `function` of the user's, which returns the factor for a step after the warm-up, of a number of steps."""
+    """A `function` of the user's, which returns the factor for a step after the warm-up, of a number of steps.
+
+    It may also return a dict of the factors of several options: `{"lr": 1.0, "weight_decay": 0.5}`.
+    """
 
     function: Callable[[int, int], Any] = lambda step, num_steps: 1.0
 
     def after_warmup(self, update: int, num_updates: int) -> float:
+        return self._given(update, num_updates)["lr"]
+
+    def factors(self, update: int, num_updates: int) -> dict[str, float]:
+        warmup = self.num_warmup(num_updates)
+        found = self._given(max(update - warmup, 0), max(num_updates - warmup, 1))
+        found |= {name: each.factor(update, num_updates) for name, each in self._others.items()}
+        return found | ({"lr": (update + 1) / warmup} if update < warmup else {})
+
+    def _given(self, update: int, num_updates: int) -> dict[str, float]:
+        """Return the factors that the function gives by name, first that of `lr`."""
         with user_code.errors_of("schedule"):
             value = self.function(update, num_updates)
-            is_number = hasattr(value, "__float__") and "bool" not in str(getattr(value, "dtype", type(value)))
-            factor = float(value) if is_number else math.nan
+            values = value if isinstance(value, Mapping) else {"lr": value}
+            factors = {name: _number(each) for name, each in values.items()}
         why = f"the function{user_code.place(self.function)} returned it for step {update} of {num_updates}"
-        check(0 <= factor <= _MOST, "schedule", value, why, f"a factor of optimizer.lr is a number ≥ 0 and ≤ {_MOST:,}")
-        return factor
+        for name, factor in factors.items():
+            known = did_you_mean(str(name), ("lr", *SCHEDULED))
+            check(name in ("lr", *SCHEDULED) and name not in self._others, "schedule", name, f"{why};", known)
+            most = _MOST if name in ("lr", "weight_decay") else 1
+            remedy = f"a factor of optimizer.{name} is a number ≥ 0 and ≤ {most:,}"
+            check(0 <= factor <= most, "schedule", values[name], why, remedy)
+        return {"lr": 1.0} | factors
 
     def check_length(self, num_steps: int) -> None:
         super().check_length(num_steps)
         count = num_steps - self.num_warmup(num_steps)
         steps = sorted({*range(0, count, math.ceil(count / _MAX_TRIED) or 1), *range(count)[-1:]})
-        factors, again = ([self.after_warmup(step, count) for step in order] for order in (steps, reversed(steps)))
+        found, again = ([self._given(step, count) for step in order] for order in (steps, reversed(steps)))
         where = user_code.place(self.function)
-        for step, factor, other in zip(steps, factors, reversed(again), strict=True):
-            why = f"for step {step} the function{where} returned {factor}, and then {other}"
-            check(factor == other, "schedule", ABSENT, why, "let it depend on step and num_steps alone")
-        if factors:
-            log.info("schedule: the function%s, %.3g to %.3g × optimizer.lr", where, min(factors), max(factors))
+        for name in found[0] if found else ():
+            factors, others = ([each.get(name, math.nan) for each in several] for several in (found, reversed(again)))
+            for step, factor, other in zip(steps, factors, others, strict=True):
+                why = f"for step {step} the function{where} returned {factor}, and then {other}"
+                check(factor == other, "schedule", ABSENT, why, "let it depend on step and num_steps alone")
+            log.info("schedule: the function%s, %.3g to %.3g × optimizer.%s", where, min(factors), max(factors), name)
+
+
+def _number(value: Any) -> float:
+    is_number = hasattr(value, "__float__") and "bool" not in str(getattr(value, "dtype", type(value)))
+    return float(value) if is_number else math.nan
 
 
 def with_function(schedule: Schedule) -> Schedule:
@@ -209,11 +266,11 @@ def with_function(schedule: Schedule) -> Schedule:
         return schedule
     why, remedy = f"code gives a schedule, too{user_code.place(function)}", "leave out schedule=…, or that function"
     check(type(schedule) is Schedule, "schedule", type(schedule).__name__.lower(), why, remedy)
-    return Function(schedule.warmup, function)
+    return Function(schedule.warmup, schedule.options, function)
 
 
-def of_option(given: Any) -> Schedule:
-    """Return the schedule of a group of parameters: `cosine`, or `{name: cosine, warmup: 100}`.
+def of_option(given: Any, key: str = "schedule") -> Schedule:
+    """Return the schedule that is given as `key`, of a group or of an option: `cosine`, or `{name: cosine, warmup: 9}`.
 
     Raises:
         ConfigError: if it is none, or one that depends on evaluations.
@@ -221,13 +278,13 @@ def of_option(given: Any) -> Schedule:
     node = dict(given) if isinstance(given, Mapping) else {"name": given}
     name, known = str(node.pop("name", None) or ""), option_contents("schedule")
     example = "for example constant, or {name: cosine, warmup: 0.1}"
-    check(bool(name), "schedule", given, "it has no name", example)
-    check(name in known, "schedule", name, "there is no such schedule;", did_you_mean(name, known))
+    check(bool(name), key, given, "it has no name", example)
+    check(name in known, key, name, "there is no such schedule;", did_you_mean(name, known))
     options = {**known[name], **node}
     cls = load_class(options.pop("_target_"), Schedule)
     why = "it follows the evaluations of the run, of all groups"
-    check(cls.build is Schedule.build, "schedule", name, why, f"schedule={name}, or another one here")
-    with errors_under("schedule"):
+    check(cls.build is Schedule.build, key, name, why, f"schedule={name}, or another one here")
+    with errors_under(key):
         return cls(**typed_values(cls, options))
 
 

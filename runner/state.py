@@ -16,7 +16,7 @@ import torch
 
 from runner.batching import Step
 from runner.config import user_code
-from runner.config.errors import ConfigError, shortened
+from runner.config.errors import ConfigError, check, shortened
 from runner.data.base import copied
 from runner.device import flops_per_second
 from runner.parallel import full_state
@@ -73,6 +73,9 @@ class State:
         self.average = run.ema.build(model)
         self.stopping = run.stop.build(session.eval_metrics)
         self.rates = run.schedule.build(session.eval_metrics, run.workload.selection, run.optimizer.schedules())
+        others = self.rates.others(optimizer, session.num_steps)
+        why = "the step is compiled once, with the first value"
+        check(not others or run.compile != "step", "schedule.options", ", ".join(others), why, "compile=true")
         # Whether an average or a target network follows the weights, which must not move if an update is skipped.
         has_target = type(run.workload).after_step is not Workload.after_step
         self.weights_are_followed = has_target or run.ema.decay is not None

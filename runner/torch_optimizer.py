@@ -21,6 +21,27 @@ OF_ALL = ("fused", "groups", "layer_decay", "decay_norms")
 _IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
 """Arguments that say how a class computes: `optimizer.fused` and `compile=step` choose them."""
 
+SCHEDULED = ("weight_decay", "momentum", "beta1", "beta2")
+"""Options besides `lr` that a schedule may change."""
+
+
+def value_of_option(group: Mapping[str, Any], name: str) -> Any:
+    """Return the value of one of `SCHEDULED`, or of `lr`, in a group of an optimizer of torch; None if it has none."""
+    return group["betas"][name == "beta2"] if name.startswith("beta") and "betas" in group else group.get(name)
+
+
+def scale_option(group: dict[str, Any], name: str, factor: float) -> None:
+    """Let an option in `group` be `factor` times its first value, if the group has it."""
+    if (now := value_of_option(group, name)) is None:
+        return
+    value = factor * group.setdefault(f"initial_{name}", now)
+    if name.startswith("beta"):
+        group["betas"] = (group["betas"][0], value) if name == "beta2" else (value, group["betas"][1])
+    elif isinstance(now, torch.Tensor):  # of a compiled step, which reads its memory
+        now.fill_(value)
+    else:
+        group[name] = value
+
 
 def arguments_of(kind: str) -> Mapping[str, inspect.Parameter]:
     """Return the arguments of the class `kind` of `torch.optim` by name."""

@@ -4,20 +4,27 @@ import itertools
 import math
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
 import torch
-from helpers.compose import option_content
+from helpers.compose import compose_config, option_content
+from helpers.events import scalar_curves
+from helpers.plain_loop import largest_difference, weights_at
+from helpers.strange_networks import CPU, numbers, tanh, trained_with
+from torch.nn.functional import cross_entropy
 from torch.optim import lr_scheduler
 
+import runner
 from runner.config import user_code
 from runner.config.errors import ConfigError
 from runner.config.schema import build
 from runner.optimizer import SGD, Optimizer, learning_rates
 from runner.plateau import Plateau
 from runner.schedule import Cosine, Linear, OneCycle, Schedule, Step, with_function
+from runner.seeds import derive
 
 PEAK = 0.3
 
@@ -233,6 +240,9 @@ def raising(step: int, num_steps: int) -> float:
     (lambda step, num_steps: numpy.bool_(True), "returned it"),
     (lambda step, num_steps: 1.0 if step < 19 else 1e300, "returned it for step 19 of 20"),
     (lambda step, num_steps: None, "returned it"),
+    (lambda step, num_steps: {"momentun": 0.5}, "returned it"),
+    (lambda step, num_steps: {"lr": 0.5, "momentum": 1.5}, "returned it"),
+    (lambda step, num_steps: {"lr": 1.0, "momentum": 0.5} if step < 19 else {"lr": 1.0}, "for step 19 the function"),
     (lambda step, num_steps: torch.ones(2), "it raises"),
     (raising, "ValueError: no rate"),
     (in_turn(), "returned 0.0, and then 0.039"),
@@ -306,3 +316,106 @@ def test_every_group_keeps_its_own_rate():
         Cosine().build({}, ("loss", "min")).set_lr(chosen, update, 100)
         factor = (1 + math.cos(math.pi * update / 100)) / 2
         assert [group["lr"] for group in chosen.param_groups] == pytest.approx([0.1 * factor, 0.4 * factor])
+
+
+def falling(step: int, num_steps: int) -> dict[str, float]:
+    return {"lr": 0.9**step, "weight_decay": 1 + step, "beta1": 1 / (1 + step)}
+
+
+BY_OPTION = ["schedule=linear", "schedule.options={weight_decay:{name:cosine,final:0.1},beta1:{name:linear,final:0.5}}"]
+
+
+def plain_weights(factors: Callable[[int], dict[str, float]], num_steps: int) -> dict[str, torch.Tensor]:
+    """Train `tanh` in plain PyTorch, in float64, with AdamW whose options are multiplied by `factors` of the step."""
+    torch.manual_seed(derive(0, "weights"))
+    model = tanh().double()
+    update = torch.optim.AdamW(model.parameters())
+    inputs, targets = numbers()
+    stream = [torch.randperm(48, generator=torch.Generator().manual_seed(derive(0, "order", e))) for e in range(2)]
+    for step, rows in enumerate(torch.cat(stream).split(12)[:num_steps]):
+        found = factors(step)
+        options = {"lr": 0.01 * found["lr"], "weight_decay": 0.1 * found["weight_decay"]}
+        update.param_groups[0].update(options, betas=(0.9 * found["beta1"], 0.999))
+        update.zero_grad()
+        cross_entropy(model(inputs[rows].double()), targets[rows]).backward()
+        update.step()
+    return model.state_dict()
+
+
+def train(ranks: Any, directory: Path, words: list[str], count: int = 1, **given: Any) -> None:
+    parts = {"model": tanh, "data": (numbers(), numbers()), **given}
+    options = ["optimizer=adamw", "optimizer.lr=0.01", "optimizer.weight_decay=0.1", "precision=64", "log_every=1"]
+    base = [word for word in CPU if not word.startswith(("schedule", "steps"))]
+    config = compose_config(*user_code.passed(**parts).added_to([*base, *options, *words]))
+    result = ranks(count).call_on_all(trained_with, parts, config, directory)[0]
+    assert not isinstance(result, str), result
+
+
+@pytest.mark.parametrize("mode", ["parallel=single", "parallel=ddp", "accumulation=2"])
+def test_weight_decay_and_betas_follow_schedules_as_in_a_plain_loop(mode, ranks, tmp_path):
+    train(ranks, tmp_path, [*BY_OPTION, "steps=6", mode], 1 + ("ddp" in mode))
+
+    def factors(step: int) -> dict[str, float]:
+        decay = 0.1 + 0.9 * (1 + math.cos(math.pi * step / 6)) / 2
+        return {"lr": 1 - step / 6, "weight_decay": decay, "beta1": 1 - 0.5 * step / 6}
+
+    assert largest_difference(weights_at(tmp_path, 6), plain_weights(factors, 6)) < 1e-12
+    curves = scalar_curves(tmp_path)
+    for name, value in (("lr", 0.01), ("weight_decay", 0.1), ("beta1", 0.9)):
+        wanted = [value * factors(step)[name] for step in range(6)]
+        assert [point for _, point in curves[name]] == pytest.approx(wanted, rel=1e-6)
+
+
+def test_a_function_gives_factors_of_several_options_also_after_a_resume(ranks, tmp_path):
+    for words, count in ((["steps=3", "parallel=ddp"], 2), (["steps=6"], 1)):
+        train(ranks, tmp_path, words, count, schedule=falling)
+    assert largest_difference(weights_at(tmp_path, 6), plain_weights(lambda step: falling(step, 6), 6)) < 1e-12
+
+
+def test_momentum_of_a_group_follows_the_schedule_of_the_group():
+    groups = {"1": {"schedule": {"name": "linear", "options": {"momentum": {"name": "linear", "final": 0.5}}}}}
+    options = SGD(lr=0.1, momentum=0.8, groups=groups)
+    chosen = options.build(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)))
+    rates = Schedule().build({}, ("loss", "min"), options.schedules())
+    assert rates.others(chosen, 10) == ["momentum"]
+    for update in (0, 5, 9, 5):
+        rates.set_lr(chosen, update, 10)
+        assert [group["momentum"] for group in chosen.param_groups] == close([0.8, 0.8 * (1 - 0.05 * update)])
+        assert [group["lr"] for group in chosen.param_groups] == close([0.1, 0.1 * (1 - 0.1 * update)])
+
+
+def test_a_function_of_several_options_begins_after_the_warm_up():
+    with given(falling):
+        schedule = with_function(Schedule(warmup=4))
+    assert schedule.factors(1, 10) == {"lr": 0.5, "weight_decay": 1, "beta1": 1}
+    assert schedule.factors(6, 10) == falling(2, 6)
+
+
+@pytest.mark.cases(
+    ({"momentun": "cosine"}, "momentun", "did you mean momentum"),
+    ({"momentum": "cosin"}, "momentum", "did you mean cosine"),
+    ({"momentum": {"name": "linear", "final": 2}}, "momentum.final", ""),
+    ({"momentum": {"name": "linear", "options": {"momentum": "linear"}}}, "momentum", "beside"),
+    ({"momentum": "plateau"}, "momentum", "another one here"),
+)
+def test_schedules_of_options_are_checked(options, key, remedy):
+    with pytest.raises(ConfigError) as refused:
+        build(option_content("schedule", "cosine") | {"options": options}, Schedule, "schedule")
+    assert refused.value.key == f"schedule.options.{key}"
+    assert remedy in refused.value.remedy
+
+
+@pytest.mark.cases(
+    (SGD(lr=0.1), "beta1"), (SGD(lr=0.1), "weight_decay"), (SGD(lr=0.1, momentum=0.0), "momentum"), ids=str,
+)  # fmt: skip
+def test_a_schedule_of_what_the_optimizer_does_not_have_is_refused(options, name):
+    rates = Schedule(options={name: "cosine"}).build({}, ("loss", "min"))
+    with pytest.raises(ConfigError, match="it is 0") as refused:
+        rates.others(options.build(torch.nn.Linear(2, 2)), 10)
+    assert (refused.value.key, refused.value.got) == ("schedule.options", name)
+
+
+def test_a_compiled_step_refuses_schedules_of_other_options(tmp_path):
+    words = ["model=tiny", "data.size=8", "device=cpu", "steps=1", "compile=step", f"output_root={tmp_path}"]
+    with pytest.raises(ConfigError, match="compiled once"):
+        runner.train([*words, "schedule.options={momentum:linear}"])
