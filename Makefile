@@ -34,7 +34,7 @@ faults: .venv/ready
 	@RUNNER_FAULTS=all $(BIN)/python -m pytest --numprocesses=4 --dist=worksteal $(or $(ARGS),tests/faults)
 
 bench: .venv/bench
-	@for name in overhead "overhead --channels-last" text resnet parallel ddp_overhead pipeline "pipeline --precision bf16" \
+	@for name in overhead "overhead --channels-last" text language resnet parallel ddp_overhead pipeline "pipeline --precision bf16" \
 		dqn sweep plan tune; do $(BIN)/python -m benchmarks.$$name || exit 1; done
 
 .venv/ready: pyproject.toml constraints.txt
