@@ -7,10 +7,13 @@ import fnmatch
 import hashlib
 import logging
 import os
+import re
 import sysconfig
 import tempfile
+import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from pathlib import Path
@@ -32,6 +35,7 @@ log = logging.getLogger(__name__)
 
 _TESTED = 1 << 13  # bytes at the beginning of a file in which a null byte says that it is no text
 _PIECE = 1 << 24  # bytes that are tokenized at once
+_LAST_LINE_END = re.compile(r".*\S\n(?=\S)", re.DOTALL)  # next to other white space, both may be one token
 _SHARD_MAGIC, _SHARD_HEADER = 20240520, 1024  # of llm.c's .bin files: 256 numbers, int32
 
 
@@ -56,15 +60,19 @@ class TokenData(Data):
         return splits["train"](), splits["val"]()
 
     def splits(self, saved: Mapping[str, Any]) -> dict[str, Callable[[], Samples]]:
-        trained = saved.get("text", {})
-        for key, here in (("tokenizer", self.vocabulary.identity), ("vocabulary", self.vocabulary.size)):
-            why = f"the model was trained with another {key}"
-            check(not trained or trained[key] == here, "tokenizer", self.tokenizer, why, f"use the same {key}")
+        self.check_vocabulary(saved)
         documents = self.documents()
         train, held_out = self.divided(documents)
         content = cache(partial(_fingerprint, documents, self.vocabulary.identity))
         parts = {"all": documents, "train": train, "val": held_out}
         return {name: partial(self._samples, name, chosen, content) for name, chosen in parts.items()}
+
+    def check_vocabulary(self, saved: Mapping[str, Any]) -> None:
+        """Raise `ConfigError` if the model with the signature `saved` was trained with other tokens."""
+        trained = saved.get("text", {})
+        for key, here in (("tokenizer", self.vocabulary.identity), ("vocabulary", self.vocabulary.size)):
+            why = f"the model was trained with another {key}"
+            check(not trained or trained[key] == here, "tokenizer", self.tokenizer, why, f"use the same {key}")
 
     @abstractmethod
     def documents(self) -> list[Segment]:
@@ -222,21 +230,24 @@ class Tokens(TokenData):
 def tokenized(documents: Sequence[Segment], tokenizer: Tokenizer) -> TokenFiles:
     """Return the token ids of texts, which are written to a file without a name: it disappears with the process.
 
-    A text is tokenized in pieces of up to 16 MiB, which end with a line if possible.
+    A text is tokenized in pieces of some 16 MiB, which end between two lines if possible.
 
     Raises:
         ConfigError: if a text is not UTF-8.
     """
     kind = np.dtype("<u2" if tokenizer.size <= 1 << 16 else "<u4")
-    file, count = tempfile.TemporaryFile(buffering=0), 0  # noqa: SIM115 open as long as the samples are
-    for document in documents:
-        for piece in _pieces(document):
-            ids = np.asarray(tokenizer.encode(piece), kind)
-            file.write(ids.tobytes())
-            count += len(ids)
-        if tokenizer.end is not None:
-            count += file.write(np.asarray(tokenizer.end, kind).tobytes()) // kind.itemsize
-    return TokenFiles([Segment(file.fileno(), 0, count, kind.str)], tokenizer.end, files=[file])
+    with ExitStack() as stack:
+        file, count = stack.enter_context(tempfile.TemporaryFile(buffering=0)), 0
+        for document in documents:
+            for piece in _pieces(document):
+                ids = np.asarray(tokenizer.encode(piece), kind)
+                file.write(ids.tobytes())
+                count += len(ids)
+            if tokenizer.end is not None:
+                count += file.write(np.asarray(tokenizer.end, kind).tobytes()) // kind.itemsize
+        tokens = TokenFiles([Segment(file.fileno(), 0, count, kind.str)], tokenizer.end)
+        weakref.finalize(tokens, stack.pop_all().close)  # open as long as they are
+    return tokens
 
 
 def _pieces(document: Segment) -> Iterator[str]:
@@ -249,7 +260,8 @@ def _pieces(document: Segment) -> Iterator[str]:
             why = f"it is not UTF-8: {error.reason} near byte {start + error.start:,}"
             remedy = "convert it, or leave data.tokenizer=null, which trains on bytes of any encoding"
             raise ConfigError("file", str(document.file), why, remedy) from None
-        end = len(text) if stop == document.length else text.rfind("\n") + 1 or len(text)
+        line = _LAST_LINE_END.match(text)
+        end = len(text) if stop == document.length else line.end() if line else text.rfind("\n") + 1 or len(text)
         rest = text[end:]
         yield text[:end]
 

@@ -6,8 +6,8 @@ import bisect
 import hashlib
 import itertools
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -63,15 +63,13 @@ class TokenFiles:
     """The token ids of `segments`, one after another.
 
     Args:
-        segments: where they are; `files` are kept open for those that name a file by its descriptor.
+        segments: where they are.
         end: the id at the end of each document; None if there is none.
         is_inserted: whether the files lack it, and it follows each segment.
     """
 
-    def __init__(
-        self, segments: Iterable[Segment], end: int | None = None, is_inserted: bool = False, files: Sequence[Any] = ()
-    ):
-        self.segments, self.end, self._files = [each for each in segments if each.length], end, files
+    def __init__(self, segments: Iterable[Segment], end: int | None = None, is_inserted: bool = False):
+        self.segments, self.end = [each for each in segments if each.length], end
         self._inserted = end if is_inserted else None
         lengths = (each.length + (self._inserted is not None) for each in self.segments)
         self._starts = [0, *itertools.accumulate(lengths)]

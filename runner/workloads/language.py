@@ -96,6 +96,12 @@ class Language(SupervisedWorkload, SampleWorkload[TokenSamples]):
         sizes = {"context": self.train.shape[0], "vocabulary": vocabulary.size}
         return {"text": sizes | {"tokenizer": vocabulary.identity}}
 
+    def continue_with(self, saved: Mapping[str, Any]) -> None:
+        assert isinstance(self.data, TokenData)
+        with errors_under("data"):
+            self.data.check_vocabulary(saved)  # whatever else `data.changed=accept` allows
+        super().continue_with(saved)
+
     def saved_model(self, signature: Mapping[str, Any]) -> torch.nn.Module:
         if "text" not in signature:
             return super().saved_model(signature)
