@@ -128,7 +128,7 @@ class Characters(DataWorkload[Text]):
     best: ClassVar[tuple[str, str]] = ("loss", "min")
 
     def usable(self, samples: Samples) -> Text:
-        check(isinstance(samples, Text), "data", type(self.data).__name__, "it is no text", "use data=text")
+        check(isinstance(samples, Text), "data", type(self.data).__name__, "it is no text", "use data=characters")
         assert isinstance(samples, Text)
         return samples
 
