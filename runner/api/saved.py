@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -16,7 +15,8 @@ from runner.api.composing import Config, check_list_of_texts, compose
 from runner.api.evaluation import evaluate_checkpoint, without_initial_weights
 from runner.api.execution import settings_kept
 from runner.config import user_code
-from runner.config.errors import ConfigError, check, errors_under
+from runner.config.errors import ABSENT, ConfigError, check, errors_under
+from runner.config.limits import Range
 from runner.config.user_code import UserCode
 from runner.data.decode import ImageInput
 from runner.data.imagefolder import EXTENSIONS, images_below
@@ -203,6 +203,11 @@ class SavedRun:
         the number of the most probable classes in a prediction. Of a run on a CSV file, `files` are CSV files with the
         same inputs, which need no targets, and there is a prediction for each row.
         """
+        why, remedy = (
+            "the run has trained a language model",
+            'python -m runner predict RUN --prompt "…", or generate("…")',
+        )
+        check("text" not in self.signature(choice), "FILES", ABSENT, why, remedy)
         check(top >= 1, "top", top, "at least the most probable class is predicted", "top=5, for example")
         step = self._step(choice)
         if self.signature(step).get("columns"):
@@ -249,12 +254,16 @@ class SavedRun:
             top_k: draws only from the so many most probable tokens.
             seed: determines what is drawn.
         """
-        for name, ok, got in (
-            ("tokens", tokens >= 1, tokens),
-            ("temperature", 0 <= temperature < math.inf, temperature),
-            ("top_k", top_k is None or top_k >= 1, top_k),
+        whole, real = (int,), (int, float)
+        for name, kinds, got, limits in (
+            ("tokens", whole, tokens, Range(least=1)),
+            ("temperature", real, temperature, Range(least=0)),
+            ("top_k", whole, 1 if top_k is None else top_k, Range(least=1)),
+            ("seed", whole, seed, Range(least=0, below=2**63)),
         ):
-            check(ok, name, got, "it is a positive number" + " or 0" * (name == "temperature"), "choose another")
+            ok = isinstance(got, kinds) and not isinstance(got, bool) and got in limits
+            check(ok, name, got, f"it must be a {'whole ' * (kinds is whole)}number {limits}", "choose another")
+        check(isinstance(prompt, str), "prompt", prompt, "it is no text", "pass a str")
         step = self._step(choice)
         signature = self.signature(step)
         why = "the run has not trained a language model"

@@ -89,9 +89,10 @@ class TokenData(Data):
     def _samples(self, name: str, documents: list[Segment], content: Callable[[], str]) -> Samples:
         tokens = self.tokens(documents)
         samples = TokenSamples(tokens, self.context, self.vocabulary, content, self.num_bytes(documents))
+        least = self.context + 1 if name == "train" else 2  # what is evaluated may be shorter than a context
         what = {"val": "held-out text", "train": "training text"}.get(name, "text")
-        why = f"the {what} has {len(tokens):,} tokens, and a context with its targets {self.context + 1:,}"
-        check(len(samples) > 0, "context", self.context, why, "use a smaller data.context, or more text")
+        why = f"the {what} has {len(tokens):,} tokens, and at least {least:,} are needed, a context and one more"
+        check(len(tokens) >= least, "context", self.context, why, "use a smaller data.context, or more text")
         return samples
 
     def num_bytes(self, documents: list[Segment]) -> int | None:
@@ -122,6 +123,10 @@ class Text(TokenData):
     def documents(self) -> list[Segment]:
         path = Path(sysconfig.get_path("stdlib") if self.file is None else self.file).expanduser()
         paths = _files("file", path, "*.py" if self.file is None else self.glob)
+        why, is_chosen = "data.file is a single file", self.glob != "*"
+        check(not (is_chosen and path.is_file()), "glob", self.glob, why, "leave it out")
+        why, remedy = f"no file in {path} has a name that it matches", "leave it out, or name another pattern"
+        check(bool(paths) or not is_chosen, "glob", self.glob, why, remedy)
         if self.file is None:  # most of them are small, and not every installation has them
             paths = [
                 each for each in paths if not {"test", "tests", "idle_test", "site-packages"} & {*Path(each).parts}
@@ -197,7 +202,7 @@ class Tokens(TokenData):
 
     def divided(self, documents: list[Segment]) -> tuple[list[Segment], list[Segment]]:
         held_out = ["val" in Path(str(each.file)).name for each in documents]
-        if any(held_out) and not all(held_out):
+        if any(held_out):
             rest = [each for each, is_held_out in zip(documents, held_out, strict=True) if not is_held_out]
             return rest, [each for each in documents if each not in rest]
         total = sum(each.length for each in documents)
@@ -218,9 +223,10 @@ class Tokens(TokenData):
                 found = Segment(
                     path, 0, size // np.dtype(self.dtype).itemsize, np.dtype(self.dtype).newbyteorder("<").str
                 )
-            why = f"it has {size:,} bytes, which is no whole number of ids of {np.dtype(found.dtype)}"
-            fits = size == found.first + found.length * np.dtype(found.dtype).itemsize
-            check(fits, "file", path, why, "set data.dtype to that of its ids")
+            why, remedy = f"it has {size:,} bytes, and no whole number of ids of {self.dtype}", "set data.dtype"
+            if found.first:
+                why, remedy = f"its header names {found.length:,} ids, and it has {size:,} bytes", "restore the file"
+            check(size == found.first + found.length * np.dtype(found.dtype).itemsize, "file", path, why, remedy)
         for start in (0, max(0, found.length - _PIECE // 256)):
             reason = wrong_ids(found.read(start, min(found.length, start + _PIECE // 256)), self.vocabulary)
             check(not reason, "file", path, reason, "set data.vocabulary_size, and data.dtype of .bin files")
@@ -280,10 +286,17 @@ def _files(key: str, path: Path, pattern: str) -> list[str]:
         check(path.is_file(), key, str(path), "it is no regular file", "name a file, or a folder of them")
         return [str(path)]
     found: list[str] = []
+    others: list[str] = []
     for folder, folders, names in walk(path):
         folders[:] = [name for name in folders if not name.startswith(".") and name != "__pycache__"]
         names = [name for name in fnmatch.filter(names, pattern) if not name.startswith(".")]
-        found += [each for each in (os.path.join(folder, name) for name in names) if os.path.isfile(each)]
+        paths = [os.path.join(folder, name) for name in names]
+        found += filter(os.path.isfile, paths)
+        others += [each for each in paths if not os.path.isfile(each)]
+        others += [each for each in (os.path.join(folder, name) for name in folders) if os.path.islink(each)]
+    if others:
+        text = "data.%s: %d linked folders, broken links and special files are left out, such as %s"
+        log.warning(text, key, len(others), printable(others[0]))
     return sorted(found)
 
 

@@ -93,6 +93,11 @@ class TokenFiles:
             number += 1
         return ids
 
+    def place(self, position: int) -> str:
+        """Return the file, and the number in it, of the token at `position` in words."""
+        number = bisect.bisect_right(self._starts, position) - 1
+        return f"{self.segments[number].file}, token {position - self._starts[number]:,}"
+
     def fingerprint(self) -> str:
         """Return a SHA-256 of the lengths, the beginnings and the ends of the segments."""
         digest = hashlib.sha256()
@@ -107,7 +112,8 @@ class TokenFiles:
 class TokenSamples(Samples):
     """Contexts of consecutive tokens: inputs, int64 [n, context], and as targets the token that follows each.
 
-    The targets that begin a document are `IGNORED`. The tokens after the last whole context are not used.
+    The targets that begin a document are `IGNORED`, and so are those after the end of the last context, whose inputs
+    there are 0.
 
     Args:
         tokens: the ids.
@@ -131,7 +137,7 @@ class TokenSamples(Samples):
         self.shape, self._content = (context,), content
 
     def __len__(self) -> int:
-        return max(0, len(self.tokens) - 1) // self.shape[0]
+        return -(-max(0, len(self.tokens) - 1) // self.shape[0])
 
     def batches(self, micros: Iterable[MicroBatch], seed: int, device: torch.device) -> Iterator[Batch]:
         order = SampleOrder(len(self), seed)
@@ -154,14 +160,18 @@ class TokenSamples(Samples):
 
     def _batch(self, indices: Iterable[int]) -> Batch:
         [context] = self.shape
-        rows = np.stack([self.tokens.read(index * context, (index + 1) * context + 1) for index in indices])
-        if reason := wrong_ids(rows, self.vocabulary):
-            raise DataError("data", reason, "use the tokenizer with which the files were written")
-        ids = torch.from_numpy(rows)
-        inputs, targets = ids[:, :-1].clone(), ids[:, 1:].clone()
+        starts = [index * context for index in indices]
+        inputs, targets = np.zeros((len(starts), context), np.int64), np.full((len(starts), context), IGNORED)
+        for row, start in enumerate(starts):
+            ids = self.tokens.read(start, min(start + context + 1, len(self.tokens)))
+            if reason := wrong_ids(ids, self.vocabulary):
+                first = int(((ids < 0) | (ids >= self.vocabulary.size)).argmax())
+                remedy = "use the tokenizer with which the files were written"
+                raise DataError(self.tokens.place(start + first), reason, remedy)
+            inputs[row, : len(ids) - 1], targets[row, : len(ids) - 1] = ids[:-1], ids[1:]
         if self.tokens.end is not None:
-            targets.masked_fill_(inputs == self.tokens.end, IGNORED)
-        return Batch(inputs, targets)
+            targets[inputs == self.tokens.end] = IGNORED
+        return Batch(torch.from_numpy(inputs), torch.from_numpy(targets))
 
 
 def wrong_ids(ids: np.ndarray, vocabulary: Vocabulary) -> str:

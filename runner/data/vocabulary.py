@@ -30,7 +30,10 @@ class Vocabulary:
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text; raises `ConfigError` if the ids have no text."""
-        return [*text.encode("utf-8", "surrogateescape")]  # as they were typed, if they are no UTF-8
+        try:
+            return [*text.encode("utf-8", "surrogateescape")]  # as they were typed, if they are no UTF-8
+        except UnicodeEncodeError as error:
+            raise ConfigError("--prompt", text, f"it is no text: {error.reason}", "type other characters") from None
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of `ids`, without ends of documents; bytes that are no UTF-8 become U+FFFD."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -17,6 +18,7 @@ from runner.data.base import IGNORED, Samples
 from runner.data.text import TokenData
 from runner.data.token_files import TokenSamples
 from runner.device import sum_dtype
+from runner.model.user import UserModel
 from runner.seeds import derive
 from runner.tracking.metrics import MetricSums
 from runner.workloads.samples import SampleWorkload
@@ -36,6 +38,8 @@ class Language(SupervisedWorkload, SampleWorkload[TokenSamples]):
 
     sample_tokens: NonNegativeInt = 200
 
+    _num_tried = 0  # contexts, while the network is only tried
+
     best_possible: ClassVar[Mapping[str, float]] = {"loss": 0, "perplexity": 1, "bits_per_byte": 0}
 
     def usable(self, samples: Samples) -> TokenSamples:
@@ -54,7 +58,36 @@ class Language(SupervisedWorkload, SampleWorkload[TokenSamples]):
 
     def criterion(self, outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the sum of the cross-entropy of logits [n, context, vocabulary], and the number of its tokens."""
+        self._check_size(outputs)
         return token_losses(outputs, targets).sum(), (targets != IGNORED).sum()
+
+    def _check_size(self, outputs: torch.Tensor) -> None:
+        given, wanted = outputs.shape[-1], self.train.vocabulary.size
+        why = f"it returns {given:,} logits for a token, and the vocabulary has {wanted:,} tokens"
+        check(given == wanted, "model", ABSENT, why, "build it for `num_classes` outputs")
+
+    def few_samples(self, count: int, device: torch.device) -> AbstractContextManager[None] | None:
+        return self._tried(count) if isinstance(self.model, UserModel) else None
+
+    @contextmanager
+    def _tried(self, count: int) -> Iterator[None]:
+        self._num_tried = count
+        try:
+            yield
+        finally:
+            self._num_tried = 0
+
+    def _try(self, infer: Callable[[torch.Tensor], torch.Tensor], count: int, device: torch.device) -> MetricSums:
+        """Refuse a network whose logits depend on later tokens: it would be shown what it is to predict."""
+        size, [context] = self.held_out.vocabulary.size, self.held_out.shape
+        ids = torch.arange(count * context, device=device).view(count, context) % size
+        changed = torch.cat((ids[:, :-1], (ids[:, -1:] + 1) % size), 1)
+        before, after = (infer(each)[:, :-1] for each in (ids, changed))
+        self._check_size(before)
+        why = "its logits for a token depend on the tokens after it, which they are to predict"
+        tolerance = 16 * torch.finfo(before.dtype).eps * float(before.abs().amax()) if before.numel() else 0.0
+        check(torch.allclose(before, after, 0, tolerance), "model", ABSENT, why, "mask attention, or pad on the left")
+        return {"tokens": torch.ones(2, dtype=sum_dtype(device), device=device), "sample": []}
 
     def describe(self) -> dict[str, str]:
         samples, context = self.train, self.train.shape[0]
@@ -67,6 +100,8 @@ class Language(SupervisedWorkload, SampleWorkload[TokenSamples]):
     def evaluate(
         self, infer: Callable[[torch.Tensor], torch.Tensor], shard: tuple[int, int], device: torch.device
     ) -> MetricSums:
+        if self._num_tried:
+            return self._try(infer, max(1, self._num_tried // shard[1]), device)
         totals = torch.zeros(2, dtype=sum_dtype(device), device=device)
         for batch in self.held_out.in_order(self.eval_batch_size, shard, device):
             outputs, targets = comparable(infer(batch.inputs), batch.targets)

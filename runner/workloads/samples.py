@@ -99,16 +99,16 @@ class SampleWorkload(Workload, Generic[S]):
     def session_with_data(self, saved: Mapping[str, Any], split: str | None, is_other: bool) -> None:
         with errors_under("data"):
             splits = self.data.splits(saved)
-        name = split or ("val" if "val" in splits else next(iter(splits)))
+        first, before = next(iter(splits)), saved.get("data", {}).get("sha256", "")
+        held_out = "val" if "val" in splits else first
+        name = split or (first if is_other else held_out)
         check(name in splits, "--split", name, "this data has no such split", f"it has {', '.join(splits)}")
-        samples = splits[name]()
-        before = saved.get("data", {}).get("sha256", "")
-        if split is None and samples.fingerprint() != before:
-            if is_other:
-                name = next(iter(splits))
-                samples = splits[name]()
-            elif before:
-                log.warning("the data has changed since the checkpoint: the run may have trained on these samples")
+        with errors_under("data"):
+            samples = splits[name]()
+            if split is None and samples.fingerprint() == before and name != held_out:  # the same, in another place
+                name, samples = held_out, splits[held_out]()
+        if split is None and not is_other and before and samples.fingerprint() != before:
+            log.warning("the data has changed since the checkpoint: the run may have trained on these samples")
         check(samples.length != 0, "--split", name, "there are no samples in it", "--split all")
         self.split = name
         self.use(samples, samples)

@@ -22,7 +22,7 @@ from runner.workloads.language import continued
 
 END, CONTEXT, BATCH, STEPS, LR = 256, 12, 8, 4, 0.5
 TEXTS = [b"".join(f"{a} + {b} = {a + b}\n".encode() for b in range(2 + a % 3)) for a in range(40)]
-SIZES = {"layers": 2, "width": 16, "heads": 2}
+SIZES: dict[str, Any] = {"layers": 2, "width": 16, "heads": 2}
 
 
 @pytest.fixture(scope="module")
@@ -60,10 +60,12 @@ def contexts(held_out: bool, texts: Path) -> Contexts:
         content = [*Path(segment.file).read_bytes()]
         ids += [*content, END]
         targets += [-100, *content[1:], END]
-    count = (len(ids) - 1) // CONTEXT
-    inputs, wanted = ids[: count * CONTEXT], targets[1 : count * CONTEXT + 1]
-    num_bytes = len(ids) - ids.count(END)
-    return Contexts(torch.tensor(inputs).view(count, -1), torch.tensor(wanted).view(count, -1), len(ids), num_bytes)
+    num_tokens, num_bytes, missing = len(ids), len(ids) - ids.count(END), -(len(ids) - 1) % CONTEXT
+    assert missing or not held_out, "an evaluation is to have a part of a context"
+    inputs, wanted = [*ids[:-1], *[0] * missing], [*targets[1:], *[-100] * missing]
+    return Contexts(
+        torch.tensor(inputs).view(-1, CONTEXT), torch.tensor(wanted).view(-1, CONTEXT), num_tokens, num_bytes
+    )
 
 
 @functools.cache
@@ -174,6 +176,8 @@ REFUSED = {
     "both": (["image.png", "--prompt", "x"], "--prompt"),
     "no token": (["--prompt", "x", "--tokens", "0"], "--tokens"),
     "no most probable token": (["--prompt", "x", "--top-k", "0"], "--top-k"),
+    "a seed that is too large": (["--prompt", "x", "--seed", str(2**63)], "--seed"),
+    "files of other runs": (["image.png"], "FILES"),
     "a negative temperature": (["--prompt", "x", "--temperature", "-1"], "--temperature"),
 }
 
@@ -191,14 +195,55 @@ def test_a_run_of_images_continues_no_text(tmp_path, capsys):
 
 
 def test_another_text_is_evaluated_whole(trained, tmp_path):
-    content = b"12 + 7 = 19\n" * 7
+    content = b"12 + 7 = 19\n" * 7 + b"1"
     (tmp_path / "other.txt").write_bytes(content)
     run = runner.load(trained.directory)
     found = run.evaluate("last", [f"data.file={tmp_path / 'other.txt'}"])
-    ids = torch.tensor([*content, END])[: len(content) // CONTEXT * CONTEXT + 1]
+    missing = -len(content) % CONTEXT
+    ids = torch.tensor([*content, *[0] * missing]).view(-1, CONTEXT)
     with torch.no_grad():
-        logits = network(run.weights("last"))(ids[:-1].view(-1, CONTEXT))
-    assert found["eval/loss"] == pytest.approx(cross_entropy(logits.flatten(0, 1), ids[1:]).item(), rel=1e-12)
+        logits = network(run.weights("last"))(ids).flatten(0, 1)[: len(content)]
+    assert missing, "the last context is not a whole one"
+    wanted = cross_entropy(logits, torch.tensor([*content[1:], END])).item()
+    assert found["eval/loss"] == pytest.approx(wanted, rel=1e-12)
+
+
+def test_a_text_shorter_than_a_context_is_evaluated(trained, tmp_path):
+    (tmp_path / "other.txt").write_bytes(b"1 + 1")
+    run = runner.load(trained.directory)
+    found = run.evaluate("last", [f"data.file={tmp_path / 'other.txt'}"])
+    with torch.no_grad():
+        logits = network(run.weights("last"))(torch.tensor([[*b"1 + 1"]]))[0]
+    wanted = cross_entropy(logits, torch.tensor([*b" + 1", END])).item()
+    assert found["eval/loss"] == pytest.approx(wanted, rel=1e-12)
+
+
+class Bag(torch.nn.Module):
+    """A network whose logits at each position depend on all tokens, as of a transformer without a mask."""
+
+    def __init__(self, num_classes: int, size: int = 0):
+        super().__init__()
+        self.tokens, self.head = torch.nn.Embedding(num_classes, 8), torch.nn.Linear(8, size or num_classes)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(ids)
+        return self.head(x + x.mean(1, keepdim=True))
+
+
+class Causal(Bag):
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.tokens(ids).cumsum(1))
+
+
+@pytest.mark.parametrize(
+    ("model", "why"), [(Bag, "depend on the tokens after"), (lambda num_classes: Causal(num_classes, 5), "5 logits")]
+)
+def test_a_network_of_a_user_that_is_no_language_model_is_refused(model, why, texts, tmp_path):
+    small = [each for each in options(texts, f"output_root={tmp_path}") if not each.startswith("model.")]
+    with pytest.raises(ConfigError, match=why) as refused:
+        runner.train(small, model=model)
+    assert refused.value.key == "model"
+    assert runner.train(small, model=Causal).status == "done"
 
 
 @pytest.mark.parametrize(
@@ -218,8 +263,10 @@ def test_only_networks_for_tokens_are_trained_on_text(words, key, texts):
 
 def test_a_resumed_run_trains_on_the_same_contexts(texts, tmp_path):
     half = options(texts, f"output_root={tmp_path}", "save_every=2", "schedule=cosine", "keep=5")
-    whole = runner.train(half).directory
-    again = runner.train([f"resume={whole}/checkpoints/step_00000002", f"output_root={tmp_path / 'again'}"]).directory
+    whole: Any = runner.train(half).directory
+    again: Any = runner.train(
+        [f"resume={whole}/checkpoints/step_00000002", f"output_root={tmp_path / 'again'}"]
+    ).directory
     assert largest_difference(weights_at(again, STEPS), weights_at(whole, STEPS)) == 0
 
 
