@@ -67,9 +67,9 @@ def test_ids_are_those_of_the_tokenizer_with_the_end_of_a_text_between_documents
     assert ids_of(samples) == ids
     assert targets.count(-100) == len(TEXTS) - 1
     batches = [*samples.in_order(3, (0, 1), CPU)]
-    count = (len(ids) - 1) // CONTEXT * CONTEXT
-    assert torch.cat([each.inputs for each in batches]).flatten().tolist() == ids[:count]
-    assert torch.cat([each.targets for each in batches]).flatten().tolist() == targets[:count]
+    count = len(targets)
+    assert torch.cat([each.inputs for each in batches]).flatten()[:count].tolist() == ids[:count]
+    assert torch.cat([each.targets for each in batches]).flatten()[:count].tolist() == targets
 
 
 CODE = "def f(x):\n    if x:\n\n        return 'zw\u00f6lf'\n    \n\n\n1 plus 1 is 2 \n  # a comment\nf(3)\n"
@@ -120,10 +120,10 @@ def test_an_evaluation_counts_the_bits_for_each_byte_of_the_text(trained, texts,
     contents = package.decode(ids, skip_special_tokens=False).split("<|endoftext|>")[:-1]
     assert set(contents) < set(TEXTS)
     ids, targets = expected(file, contents)
-    count = (len(ids) - 1) // CONTEXT * CONTEXT
+    filled = [*ids[:-1], *[0] * (-len(targets) % CONTEXT)]
     with torch.no_grad():
-        logits = network(trained)(torch.tensor(ids[:count]).view(-1, CONTEXT))
-    loss = cross_entropy(logits.flatten(0, 1), torch.tensor(targets[:count])).item()
+        logits = network(trained)(torch.tensor(filled).view(-1, CONTEXT)).flatten(0, 1)[: len(targets)]
+    loss = cross_entropy(logits, torch.tensor(targets)).item()
     bits = loss / math.log(2) * len(ids) / sum(len(content.encode()) for content in contents)
     assert trained.metrics["eval/loss"] == pytest.approx(loss, rel=1e-12)
     assert trained.metrics["eval/bits_per_byte"] == pytest.approx(bits, rel=1e-12)
@@ -160,4 +160,5 @@ def test_without_a_token_for_the_end_of_a_text_documents_follow_one_another(text
     package = require("tokenizers").Tokenizer.from_file(str(file))
     samples: Any = Text(file=str(texts), tokenizer=str(file), context=CONTEXT).splits({})["all"]()
     assert ids_of(samples) == [each for content in TEXTS for each in package.encode(content).ids]
-    assert all((batch.targets >= 0).all() for batch in samples.in_order(3, (0, 1), CPU))
+    targets = torch.cat([batch.targets for batch in samples.in_order(3, (0, 1), CPU)]).flatten()
+    assert targets[: len(samples.tokens) - 1].tolist() == ids_of(samples)[1:], "each one but the first is a target"
