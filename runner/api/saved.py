@@ -203,13 +203,10 @@ class SavedRun:
         the number of the most probable classes in a prediction. Of a run on a CSV file, `files` are CSV files with the
         same inputs, which need no targets, and there is a prediction for each row.
         """
-        why, remedy = (
-            "the run has trained a language model",
-            'python -m runner predict RUN --prompt "…", or generate("…")',
-        )
-        check("text" not in self.signature(choice), "FILES", ABSENT, why, remedy)
         check(top >= 1, "top", top, "at least the most probable class is predicted", "top=5, for example")
         step = self._step(choice)
+        why, remedy = "the run has trained a language model", "predict RUN --prompt TEXT, or load(RUN).generate(TEXT)"
+        check("text" not in self.signature(step), "FILES", ABSENT, why, remedy)
         if self.signature(step).get("columns"):
             named = [files] if isinstance(files, str | os.PathLike) else files
             return [each for file in named for each in self._predicted_rows(Path(file), step)]
@@ -251,7 +248,7 @@ class SavedRun:
             choice: the checkpoint.
             tokens: the number of tokens to draw, one after another.
             temperature: divides the logits; 0 takes the most probable token.
-            top_k: draws only from the so many most probable tokens.
+            top_k: if given, only the k most probable tokens are drawn.
             seed: determines what is drawn.
         """
         whole, real = (int,), (int, float)

@@ -111,10 +111,7 @@ class Samples(ABC):
     def labels(self) -> torch.Tensor:
         """Return the class index of every sample, int64 [n] on the CPU; raises `ConfigError` if there is none."""
         why = "no class of each sample is known without reading all of them"
-        remedy = (
-            "pass arrays, one of them a class index for each sample (in a dict, `label`), or a data set with a list "
-        )
-        remedy += "`targets`"
+        remedy = "pass arrays, one of them the classes (in a dict, `label`), or a data set with a list `targets`"
         raise ConfigError("sampler", "weighted", why, remedy)
 
     def joined(self, other: Samples) -> Samples:

@@ -122,7 +122,7 @@ class Text(TokenData):
 
     def documents(self) -> list[Segment]:
         path = Path(sysconfig.get_path("stdlib") if self.file is None else self.file).expanduser()
-        paths = _files("file", path, "*.py" if self.file is None else self.glob)
+        paths = _files(path, "*.py" if self.file is None else self.glob)
         why, is_chosen = "data.file is a single file", self.glob != "*"
         check(not (is_chosen and path.is_file()), "glob", self.glob, why, "leave it out")
         why, remedy = f"no file in {path} has a name that it matches", "leave it out, or name another pattern"
@@ -191,7 +191,7 @@ class Tokens(TokenData):
             "data.file=PATH of a file or folder",
         )
         path = Path(str(self.file)).expanduser()
-        paths = [each for each in _files("file", path, "*") if each.endswith((".npy", ".bin"))]
+        paths = [each for each in _files(path, "*") if each.endswith((".npy", ".bin"))]
         check(bool(paths), "file", str(path), "there is no .npy or .bin file in it", "name one, or a folder of them")
         shards = [self._shard(each) for each in paths]
         kinds = {each.dtype: each.file for each in shards}
@@ -272,18 +272,13 @@ def _pieces(document: Segment) -> Iterator[str]:
         yield text[:end]
 
 
-def _files(key: str, path: Path, pattern: str) -> list[str]:
+def _files(path: Path, pattern: str) -> list[str]:
     """Return the sorted paths of the files below `path` whose names match, but hidden ones; or `path`, if it is one."""
-    check_readable(key, path)
-    check(
-        path.exists(),
-        key,
-        str(path),
-        f"there is no such file or folder in {path.parent.absolute()}",
-        f"data.{key}=PATH",
-    )
+    check_readable("file", path)
+    why = f"there is no such file or folder in {path.parent.absolute()}"
+    check(path.exists(), "file", str(path), why, "data.file=PATH")
     if not path.is_dir():
-        check(path.is_file(), key, str(path), "it is no regular file", "name a file, or a folder of them")
+        check(path.is_file(), "file", str(path), "it is no regular file", "name a file, or a folder of them")
         return [str(path)]
     found: list[str] = []
     others: list[str] = []
@@ -295,8 +290,8 @@ def _files(key: str, path: Path, pattern: str) -> list[str]:
         others += [each for each in paths if not os.path.isfile(each)]
         others += [each for each in (os.path.join(folder, name) for name in folders) if os.path.islink(each)]
     if others:
-        text = "data.%s: %d linked folders, broken links and special files are left out, such as %s"
-        log.warning(text, key, len(others), printable(others[0]))
+        text = "data.file: %d linked folders, broken links and special files are left out, such as %s"
+        log.warning(text, len(others), printable(others[0]))
     return sorted(found)
 
 
@@ -316,9 +311,8 @@ def _drawn(documents: list[Segment], holdout: float) -> tuple[list[Segment], lis
             chosen.add(number)
             share -= documents[number].length
     chosen = chosen or {min(order, key=lambda number: documents[number].length)}
-    both = ([each for i, each in enumerate(documents) if (i in chosen) is held_out] for held_out in (False, True))
-    train, held_out = both
-    return train, held_out
+    train = [each for number, each in enumerate(documents) if number not in chosen]
+    return train, [documents[number] for number in sorted(chosen)]
 
 
 def _cut(segments: Sequence[Segment], position: int) -> tuple[list[Segment], list[Segment]]:

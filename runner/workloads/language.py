@@ -203,7 +203,7 @@ def continued(
         context: the most tokens that the model can take.
         count: the number of ids to return, less if `end` is drawn.
         temperature: divides the logits; 0: the most probable token.
-        top_k: if given, only the so many most probable tokens are drawn.
+        top_k: if given, only the k most probable tokens are drawn.
         seed: determines the draws.
         end: the id at which the text ends.
         device: that of the ids that `infer` gets.
