@@ -81,25 +81,6 @@ def test_a_workload_of_another_package_trains_and_reports_its_loss(train):
     assert largest_difference(weights_of(two), weights) < 1e-12
 
 
-def test_a_language_model_in_one_file_trains_the_same_in_every_mode(train, tmp_path):
-    sentence = "the quick brown fox jumps over the lazy dog. "
-    (tmp_path / "text.txt").write_text(sentence * 60)
-    small = ("data.file=text.txt", "data.length=20", "model.width=16", "device=cpu", "device.threads=1")
-    model = ("workload=characters", *small)
-    # In float64 and with SGD: Adam divides by the size of a gradient, and so amplifies the rounding of the smallest.
-    sgd = ("optimizer=sgd", "optimizer.lr=0.1", "schedule=constant")
-    options = (*model, *sgd, "precision=64", "batch_size=12", "steps=4")
-    single = train(*options)
-    assert single["best"]["metric"] == "eval/loss"
-    assert single["metrics"]["eval/loss"] < 1.1 * numpy.log(len(set(sentence))), "as good as drawing lots, or better"
-    for mode in (("parallel=ddp", "accumulation=2"), ("parallel=fsdp",), ("parallel=pipeline",)):
-        other = train(*options, *mode)
-        assert other["metrics"]["eval/loss"] == pytest.approx(single["metrics"]["eval/loss"], rel=1e-5)
-        assert largest_difference(weights_of(other), weights_of(single)) < 1e-12, mode
-    learned = train(*model, "steps=150", "optimizer.lr=0.01")
-    assert learned["metrics"]["eval/loss"] < 0.5, "it knows the sentence"
-
-
 def test_a_data_set_of_another_package_is_learned(train, tmp_path):
     numbers = numpy.random.default_rng(0)
     labels = numbers.integers(2, size=200)
