@@ -110,10 +110,8 @@ class Optimizer(ABC):
         why, remedy = "it is not a mapping of options", "for example {head: {lr: 0.01}}"
         check(isinstance(given, Mapping) and bool(given), key, given, why, remedy)
         with errors_under(key):
-            given, part = (
-                {name: value for name, value in given.items() if name != "schedule"},
-                replace(self, groups=None),
-            )
+            given = {name: value for name, value in given.items() if name != "schedule"}
+            part: Optimizer = replace(self, groups=None)
             named = {"name": given.pop("name")} if "name" in given else {}
             if (option := given.pop("optimizer", None)) is not None:
                 known = option_contents("optimizer")
@@ -124,10 +122,8 @@ class Optimizer(ABC):
                 values = {name: value for name, value in known[option].items() if name != "_target_"}
                 part = cls(**typed_values(cls, values | named | {"fused": self.fused, "decay_norms": self.decay_norms}))
             elif named:
-                why, remedy = (
-                    f"{type(self).__name__} has no such option",
-                    "{optimizer: torch, name: Adagrad}, for example",
-                )
+                why = f"{type(self).__name__} has no such option"
+                remedy = "{optimizer: torch, name: Adagrad}, for example"
                 check("name" in option_fields(type(self)), "name", named["name"], why, remedy)
                 part = replace(part, options=None, **checked_values(type(part), named))
             for name in sorted(given.keys() & {*OF_ALL}):

@@ -33,11 +33,8 @@ class Plateau(Schedule):
 
     def check_evaluations(self, directions: Mapping[str, str], eval_every: int) -> None:
         tags = sorted(f"eval/{name}" for name in directions)
-        why, remedy = (
-            "evaluations of this workload have no such metric with a known goal;",
-            f"choose from: {', '.join(tags)}",
-        )
-        check(self.metric in (None, *tags), "schedule.metric", self.metric, why, remedy)
+        why = "evaluations of this workload have no such metric with a known goal;"
+        check(self.metric in (None, *tags), "schedule.metric", self.metric, why, f"choose from: {', '.join(tags)}")
         if eval_every == 0:  # of debug=smoke, for example
             log.warning("schedule=plateau reduces no learning rate: the only evaluation is at the end (eval_every=0)")
 

@@ -154,11 +154,9 @@ def _export_program(run: SavedRun, step: int, path: Path, overrides: Sequence[st
             raise ConfigError("SOURCE", str(run.directory), why, remedy)
         workload.prepare()
         found = [next(workload.train.in_order(count, (0, 1), torch.device("cpu"))) for count in (3, 1)]
-        why, remedy = (
-            "a step says what the network is called with, and not its data",
-            ".safetensors or .pt: the weights",
-        )
-        check(not isinstance(found[0], Collated), "DESTINATION", str(path), why, remedy)
+        why = "a step says what the network is called with, and not its data"
+        is_called = not isinstance(found[0], Collated)
+        check(is_called, "DESTINATION", str(path), why, ".safetensors or .pt: the weights")
         batches = [each.inputs for each in found]
         workload.close()
         signature["inputs"] = shape_of(batches[0])

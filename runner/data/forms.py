@@ -135,10 +135,8 @@ def data_set(given: Any, is_divided: bool = True) -> Any:
         given = whole[list(given.indices)]
     if isinstance(given, tuple | Mapping) and given and _are_arrays(given):
         why = f"it has {len(given)} arrays, and a sample is (input, target)"
-        remedy = (
-            "pass (inputs, targets), or ((inputs, targets), (held-out inputs, held-out targets)); several inputs are "
-        )
-        remedy += "a tuple or a dict, and so are several targets, as in ((images, tables), (classes, weights))"
+        remedy = "pass (inputs, targets), or ((inputs, targets), (held-out inputs, held-out targets)); several inputs "
+        remedy += "are a tuple or a dict, and so are several targets, as in ((images, tables), (classes, weights))"
         check(_is_array_form(given) or not is_divided, "", name, why, remedy)
         is_whole = not is_divided and (isinstance(given, Mapping) or len(given) != 2)
         inputs, targets = map_leaves(_tensor, (given, ()) if is_whole else pair(given, "it", name))

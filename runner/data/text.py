@@ -33,6 +33,7 @@ from runner.system.secrets import printable
 
 log = logging.getLogger(__name__)
 
+_LEFT_OUT = {"test", "tests", "idle_test", "site-packages"}  # folders of the standard library
 _TESTED = 1 << 13  # bytes at the beginning of a file in which a null byte says that it is no text
 _PIECE = 1 << 24  # bytes that are tokenized at once
 _LAST_LINE_END = re.compile(r".*\S\n(?=\S)", re.DOTALL)  # next to other white space, both may be one token
@@ -128,31 +129,19 @@ class Text(TokenData):
         why, remedy = f"no file in {path} has a name that it matches", "leave it out, or name another pattern"
         check(bool(paths) or not is_chosen, "glob", self.glob, why, remedy)
         if self.file is None:  # most of them are small, and not every installation has them
-            paths = [
-                each for each in paths if not {"test", "tests", "idle_test", "site-packages"} & {*Path(each).parts}
-            ]
+            paths = [each for each in paths if not _LEFT_OUT & {*Path(each).parts}]
         sizes = [(each, os.path.getsize(each)) for each in paths]
         documents = [Segment(each, 0, size) for each, size in sizes if size]
         binary = {each.file for each in documents if b"\0" in each.read(0, min(_TESTED, each.length)).tobytes()}
         why = f"it is no text: there is a null byte in its first {_TESTED:,}"
-        check(
-            len(paths) > 1 or not binary,
-            "file",
-            str(path),
-            why,
-            "name a file of text; UTF-16 has to be converted to UTF-8",
-        )
+        remedy = "name a file of text; UTF-16 has to be converted to UTF-8"
+        check(len(paths) > 1 or not binary, "file", str(path), why, remedy)
         if binary:
             name = printable(str(next(each.file for each in documents if each.file in binary)))
             log.warning("data.file: %d of %d files are no text and left out, such as %s", len(binary), len(paths), name)
         documents = [each for each in documents if each.file not in binary]
-        check(
-            bool(documents),
-            "file",
-            str(path),
-            "there is no text in it",
-            "name a file, or a folder with files, that has some",
-        )
+        remedy = "name a file, or a folder with files, that has some"
+        check(bool(documents), "file", str(path), "there is no text in it", remedy)
         return documents
 
 
@@ -171,25 +160,14 @@ class Tokens(TokenData):
         if self.tokenizer is None:
             return Numbers(self.vocabulary_size)
         found = Tokenizer(self.tokenizer)
-        why = f"the tokenizer has {found.size:,} tokens"
-        check(
-            found.size <= self.vocabulary_size,
-            "vocabulary_size",
-            self.vocabulary_size,
-            why,
-            f"use at least {found.size}",
-        )
-        found.size = self.vocabulary_size  # it may be rounded up
+        why, size = f"the tokenizer has {found.size:,} tokens", self.vocabulary_size
+        check(found.size <= size, "vocabulary_size", size, why, f"use at least {found.size}")
+        found.size = size  # it may be rounded up
         return found
 
     def documents(self) -> list[Segment]:
-        check(
-            self.file is not None,
-            "file",
-            None,
-            "there are no token ids without a file",
-            "data.file=PATH of a file or folder",
-        )
+        why, remedy = "there are no token ids without a file", "data.file=PATH of a file or folder"
+        check(self.file is not None, "file", None, why, remedy)
         path = Path(str(self.file)).expanduser()
         paths = [each for each in _files(path, "*") if each.endswith((".npy", ".bin"))]
         check(bool(paths), "file", str(path), "there is no .npy or .bin file in it", "name one, or a folder of them")

@@ -162,12 +162,9 @@ class DatasetSamples(UserSamples):
             text += "its numbers, and a resume has others; draw from random, numpy.random, torch, or a generator in it"
             log.warning(text, type(self.fetch.dataset).__name__)
         elif held_out and sha256(self.fetch(Job([0], [1]))) != sha256(self.example):
-            text = (
-                "data: held-out samples of %s draw random numbers, as an augmentation does, the same in each evaluation"
-            )
-            log.warning(
-                f"{text}; pass training and held-out samples to leave it out", type(self.fetch.dataset).__name__
-            )
+            text = "data: held-out samples of %s draw random numbers, as an augmentation does, the same in each "
+            text += "evaluation; pass training and held-out samples to leave it out"
+            log.warning(text, type(self.fetch.dataset).__name__)
 
     def __len__(self) -> int:
         return len(self.fetch.dataset)

@@ -47,11 +47,8 @@ class Numbers(Vocabulary):
         self.size, self.end = size, None
 
     def encode(self, text: str) -> list[int]:
-        why, remedy = (
-            "the run was trained on ids without a tokenizer",
-            "name the file with data.tokenizer=FILE in training",
-        )
-        raise ConfigError("--prompt", ABSENT, why, remedy)
+        why = "the run was trained on ids without a tokenizer"
+        raise ConfigError("--prompt", ABSENT, why, "name the file with data.tokenizer=FILE in training")
 
     def decode(self, ids: Iterable[int]) -> str:
         return " ".join(map(str, ids))

@@ -177,10 +177,8 @@ def load_weights(model: torch.nn.Module, source: str, reset_head: bool) -> None:
         why = f"it contains several networks: {', '.join(fitting)}"
         check(len(fitting) < 2, "weights", source, why, "save the state_dict of one of them")
         if fitting or len(attributes) == 1:
-            prefix, others = (
-                f"{(fitting or attributes)[0]}.",
-                ", ".join(each for each in attributes if each not in fitting),
-            )
+            prefix = f"{(fitting or attributes)[0]}."
+            others = ", ".join(each for each in attributes if each not in fitting)
             ours = {name: tensor for name, tensor in tensors.items() if name.startswith(prefix)}
             tensors = renamed(with_versions(ours, tensors), lambda name: name.removeprefix(prefix))
             if fitting and others:

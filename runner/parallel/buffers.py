@@ -12,9 +12,7 @@ from runner.parallel.collectives import Collectives
 
 def named_buffers(modules: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
     """Return the dense buffers of all `modules` by name, after the number of the module."""
-    named = (
-        (f"{number}.{name}", each) for number, module in enumerate(modules) for name, each in module.named_buffers()
-    )
+    named = [each for number, module in enumerate(modules) for each in module.named_buffers(str(number))]
     return {name: each.detach() for name, each in named if each.layout == torch.strided and not each.is_quantized}
 
 

@@ -147,10 +147,9 @@ class Modules:
     @contextmanager
     def unchanged(self) -> Iterator[None]:
         """A context in which modules may assign attributes and buffers; then, they have those from before again."""
-        modules = (
-            each for root in self.each for each in root.modules() if not isinstance(each, torch.jit.ScriptModule)
-        )
-        attributes = [(module, {**vars(module)}, {**module._buffers}) for module in modules]
+        modules = (each for root in self.each for each in root.modules())
+        plain = [each for each in modules if not isinstance(each, torch.jit.ScriptModule)]
+        attributes = [(module, {**vars(module)}, {**module._buffers}) for module in plain]
         try:
             yield
         finally:

@@ -108,9 +108,8 @@ def _emptied(module: torch.nn.Module, collectives: Collectives) -> dict[str, tup
 def _check_restored(module: torch.nn.Module, before: dict[str, tuple[torch.Tensor, torch.Tensor]], part: str) -> None:
     lost = [name for name, (now, then) in before.items() if not bytes_of(now).equal(bytes_of(then))]
     why = f"its load_state_dict() does not restore {', '.join(lost[:3])}"
-    check(
-        not lost, part, _given(part), why, "let state_dict() return it, and load_state_dict() take what that returned"
-    )
+    remedy = "let state_dict() return it, and load_state_dict() take what that returned"
+    check(not lost, part, _given(part), why, remedy)
 
 
 def _given(part: str) -> Any:

@@ -232,10 +232,8 @@ class _Proof:
                 is_of_parts = parts > 1 and (
                     self._largest(tested, self._reference(precision, parts), kind).size <= 10 * FLOAT32_ROUNDING
                 )
-                why = (
-                    "; a single device computes the same from the parts of the batch: the network or the loss depends "
-                )
-                return _words(kind, found, FLOAT32_ROUNDING) + f"{why}on how it is divided" * is_of_parts
+                why = "; a single device computes the same from the parts of the batch: the network or the loss "
+                return _words(kind, found, FLOAT32_ROUNDING) + f"{why}depends on how it is divided" * is_of_parts
         if lost := sorted({*tested.replaced} ^ {*reference.replaced}):
             return f"weights that the forward pass replaces ({lost[0]}) are not kept, or only by some processes"
         pair = (each.tensors["weights"].items() for each in (tested, reference))

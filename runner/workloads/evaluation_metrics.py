@@ -194,10 +194,9 @@ class EvaluationMetrics:
         if name == "outputs" or name.partition(".")[0] == "targets":
             why = f"batches of {lengths[0]} and {lengths[-1]} samples have {name} of the shapes "
             why += f"{list(tensors[0].shape)} and {list(tensors[-1].shape)}, which cannot be joined for the metrics"
-            remedy = (
-                "return a row for each sample, all of one shape; or let the loss return a dict, with (sum, count) of "
-            )
-            raise ConfigError("model" if name == "outputs" else "data", ABSENT, why, f"{remedy}what is to be measured")
+            remedy = "return a row for each sample, all of one shape; or let the loss return a dict, with (sum, count) "
+            remedy += "of what is to be measured"
+            raise ConfigError("model" if name == "outputs" else "data", ABSENT, why, remedy)
         if (name, "") not in self._warned and not self._is_trial:
             self._warned.add((name, ""))
             log.warning("metrics: %s has no rows of samples, and differs from batch to batch: NaN", name)

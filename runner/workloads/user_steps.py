@@ -83,13 +83,8 @@ class UserSteps(UserCodeWorkload):
         returned = step(model, _as_trained(model, _given(batch)))
         if is_first:
             why = f"it calls backward(){user_code.place(step)}"
-            check(
-                _gradients(model) == before,
-                key,
-                ABSENT,
-                why,
-                "leave it out: the run calls it with the loss that is returned",
-            )
+            remedy = "leave it out: the run calls it with the loss that is returned"
+            check(_gradients(model) == before, key, ABSENT, why, remedy)
         found = _losses(key, step, returned, batch)
         form = found.checked_form(self._forms.get(self.phase), step)
         if is_first:

@@ -205,9 +205,8 @@ class Actor:
         elif state["environments"] is None:
             why = "the checkpoint has no state of them (with env.vectorization=sync it has one)"
         elif differ := self.vector.load_state_dict(state["environments"]):
-            why = (
-                f"{len(differ)} of them came to another state when their episodes were replayed from seeds and actions"
-            )
+            why = f"{len(differ)} of them came to another state when their episodes were replayed "
+            why += "from seeds and actions"
         if why:
             log.warning("%s environments start new episodes: %s", self.vector.name, why)
             self.vector.reset(int(self._random.integers(2**62)))  # other episodes than the first ones
