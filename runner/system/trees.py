@@ -19,6 +19,8 @@ def map_leaves(function: Callable[..., Any], *trees: Any) -> Any:
     A leaf is whatever is not a container, such as None. Raises a `ValueError` if the structures differ.
     """
     first = trees[0]
+    if isinstance(first, torch.Tensor):  # most are: the other questions take longer
+        return function(*trees)
     if isinstance(first, Mapping):
         if any(not isinstance(each, Mapping) or each.keys() != first.keys() for each in trees):
             raise ValueError("the structures differ")
@@ -69,6 +71,9 @@ def rows_of(tree: Tree, start: int, stop: int) -> Tree:
 
 def leaves_of(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the leaves of a tree, as in `map_leaves`, with their names, such as `outputs.logits` and `outputs.0`."""
+    if isinstance(tree, torch.Tensor):
+        yield name, tree
+        return
     if isinstance(tree, Mapping):
         parts: Any = tree.items()
     elif isinstance(tree, Sequence) and isinstance(tree, list | tuple) and not isinstance(tree, torch.Size):
