@@ -12,6 +12,7 @@ import stat
 import sys
 import threading
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
 from runner.system.console import CRASHED, INTERRUPTED, STOPPED
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from types import FrameType
     from typing import Any
+
+relayed: ContextVar[list[StopRequest] | None] = ContextVar("relayed", default=None)
+"""The requests of a function that takes turns with others (see `turns`), which gets no signals itself."""
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 
@@ -41,7 +45,9 @@ class StopRequest:
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> StopRequest:
-        if threading.current_thread() is threading.main_thread():  # Python allows signal handlers only there
+        if (requests := relayed.get()) is not None:
+            requests.append(self)
+        elif threading.current_thread() is threading.main_thread():  # Python allows signal handlers only there
             self._outer = _installed()
             self._install()
             if self._outer is not None:
