@@ -175,7 +175,7 @@ def loop(state: State, take_step: TakeStep, recorder: Recorder, progress: Progre
         StorageError: if a checkpoint cannot be written.
     """
     run, session = state.run, state.session
-    batches = session.batches(state.model, state.step)
+    batches = run.parallel.batches(state.model, state.step)
     state.modules.train()
     state.step_timer.start(math.ceil((state.last_step - state.step) / session.plan.steps_per_round))
 

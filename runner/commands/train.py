@@ -22,6 +22,7 @@ from runner.config.options import option_files  # noqa: E402
 from runner.config.overrides import checked_path, quoted, resumed  # noqa: E402
 from runner.system import __version__  # noqa: E402
 from runner.system.console import CRASHED, DONE, STOPPED, output_code  # noqa: E402
+from runner.system.signals import relayed  # noqa: E402
 
 RUN_DIRECTORY, JOB_NUMBER = "--run-directory", "--job-number"
 """The flags that set the run directory and `${hydra:job.num}`. The scheduler of a sweep passes them to the jobs."""
@@ -47,6 +48,7 @@ def parser() -> Parser:
         parser.add_argument(*flag, action="store_true")
     parser.add_argument(RUN_DIRECTORY, metavar="DIR")
     parser.add_argument(JOB_NUMBER, type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--stack", help=argparse.SUPPRESS)
     what = parser.add_mutually_exclusive_group()
     for flag in (["--multirun", "-m"], ["--summary"]):
         what.add_argument(*flag, action="store_true")
@@ -67,6 +69,11 @@ def _run(arguments: list[str]) -> list[int]:
     options = parser().parsed(arguments)
     if options.version:
         print(f"runner {__version__}")
+        return []
+    if options.stack is not None:
+        from runner.sweeps.engines.stack import StackFiles
+
+        StackFiles.of(Path(options.stack)).run(main)
         return []
     directory = options.run_directory
     if directory is not None:
@@ -113,4 +120,8 @@ def _run(arguments: list[str]) -> list[int]:
         run = build_run(job.config)
     from runner.api.run_job import run_one
 
+    if relayed.get() is not None:  # it is computed together with others
+        from runner.parallel.stack.member import StackMember
+
+        run.parallel = StackMember()
     return [run_one(run, job.overrides, directory, print_end=True).exit_code]

@@ -10,13 +10,13 @@ import time
 from collections import Counter, deque
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, ClassVar
 
 from runner.config.errors import ConfigError
 from runner.result import EXIT_CODES
 from runner.storage.run_directory import StorageError, read_result
 from runner.sweeps.display import Display, message
-from runner.sweeps.engines.base import Ended, Engine, Job, Pool
+from runner.sweeps.engines.base import MAX_STACK, Ended, Engine, Job, Pool
 from runner.sweeps.ledger import SETTLED, Ledger
 from runner.sweeps.objectives import Objective
 from runner.system.console import CRASHED, DONE, INTERRUPTED, REFUSED, STOPPED
@@ -29,9 +29,15 @@ STATES = {code: state for state, code in EXIT_CODES.items()} | {REFUSED: "refuse
 
 _POLL_SECONDS = 0.25
 
+AUTO_TRIALS = 8
+"""How many trials of a search `sweep.stack=auto` computes together, each of which then knows less of the others."""
+
 
 class JobSource:
     """The jobs of a sweep, `count` in total, in their order. A search overrides what depends on the results."""
+
+    learns: ClassVar[bool] = False
+    """Whether the next job depends on results, so that none should be taken long before it starts."""
 
     def __init__(self, jobs: Iterator[Job], count: int, objectives: Sequence[Objective] = ()):
         self._jobs, self._count, self.objectives = jobs, count, objectives
@@ -131,21 +137,47 @@ class Scheduler:
         """Start jobs while the pool has room; return the number of jobs that were started or needed no start."""
         count = 0
         while not (self._stopping or stop.received) and self.pool.has_room():
+            self._look_ahead()
             if not self._waiting:
-                with self._errors_stop_the_sweep():
-                    if (job := self.source.next()) is not None:
-                        self._waiting.append(job)
-            if not self._waiting or not self._start(self._waiting[0]):
                 break
-            self._waiting.popleft()
-            count += 1
+            first = self._waiting[0]
+            alike = [job for job in self._waiting if job.stack_key == first.stack_key and self._needs_start(job)]
+            jobs = alike[: self.pool.stack_size(len(alike))] if first in alike and first.stack_key else [first]
+            if not self._start(jobs):
+                break
+            for job in jobs:
+                self._waiting.remove(job)
+            count += len(jobs)
         return count
 
-    def _start(self, job: Job) -> bool:
-        """Start `job`, unless it is settled or refused: then the next may start. Return False if it waits for room."""
+    def _look_ahead(self) -> None:
+        """Take the next job from the source; if jobs are computed together, those among which to look for them."""
+        stack = self.options.stack
+        most = stack if isinstance(stack, int) and (stack == 1 or self.source.learns) else MAX_STACK * 4
+        most = AUTO_TRIALS if stack == "auto" and self.source.learns else most
+        while len(self._waiting) < most:
+            job = None
+            with self._errors_stop_the_sweep():
+                job = self.source.next()
+            if job is None:
+                break
+            self._waiting.append(job)
+
+    def _is_settled(self, job: Job) -> bool:
         entry = self.ledger.jobs.get(job.number, {})
-        code, is_changed = entry.get("code"), entry.get("config_hash") != job.config_hash
-        if code in SETTLED and not is_changed:
+        return entry.get("code") in SETTLED and entry.get("config_hash") == job.config_hash
+
+    def _needs_start(self, job: Job) -> bool:
+        return not (job.refusal or self._is_settled(job))
+
+    def _start(self, jobs: Sequence[Job]) -> bool:
+        """Start `jobs`, several of them together. If one is settled or refused, the next may start.
+
+        Return False if they wait for room.
+        """
+        job = jobs[0]
+        if self._is_settled(job):
+            code = self.ledger.jobs[job.number]["code"]
             self._codes[job.number] = code
             self.display.line(f"{self.display.title(job)}: already {STATES[code]}, {os.path.relpath(job.directory)}")
             with self._errors_stop_the_sweep():
@@ -154,22 +186,30 @@ class Scheduler:
         if job.refusal:
             self._record(job, REFUSED, error=job.refusal)
             return True
-        job.console.parent.mkdir(exist_ok=True)
-        self._console_bytes[job.number] = job.console.stat().st_size if job.console.exists() else 0
-        earlier = entry.get("slot", "") if entry.get("state") == "running" else ""
+        begun = []
+        for job in jobs:
+            job.console.parent.mkdir(exist_ok=True)
+            self._console_bytes[job.number] = job.console.stat().st_size if job.console.exists() else 0
+            entry = self.ledger.jobs.get(job.number, {})
+            earlier = entry.get("slot", "") if entry.get("state") == "running" else ""
+            is_changed = entry.get("config_hash") != job.config_hash
+            begun.append(job._replace(earlier=earlier, is_changed=is_changed))
         try:
-            slot = self.pool.submit(job._replace(earlier=earlier, is_changed=is_changed))
+            slot = self.pool.submit(begun[0]) if len(begun) == 1 else self.pool.submit_stack(begun)
         except ConfigError as error:
-            self._record(job, REFUSED, error=str(error))
+            for job in jobs:
+                self._record(job, REFUSED, error=str(error))
             return True
         if slot is None:
             return False
-        self._running[job.number] = job
-        self._attempts[job.number] += 1
-        self._pruned.discard(job.number)
-        where = {"slot": slot, "tries": entry.get("tries", 0) + 1, "started": time.time()}
-        self._update(job, **where, state="running", code=None, error=None, seconds=None)
-        self.display.started(job, slot)
+        for job in jobs:
+            self._running[job.number] = job
+            self._attempts[job.number] += 1
+            self._pruned.discard(job.number)
+            tries = self.ledger.jobs.get(job.number, {}).get("tries", 0) + 1
+            where = {"slot": slot, "tries": tries, "started": time.time()}
+            self._update(job, **where, state="running", code=None, error=None, seconds=None)
+            self.display.started(job, slot)
         return True
 
     def _end(self, ended: Ended) -> None:

@@ -62,6 +62,8 @@ class Search(JobSource):
         plan: returns the job with a number and overrides.
     """
 
+    learns = True
+
     def __init__(
         self,
         space: Space,

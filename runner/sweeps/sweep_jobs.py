@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hydra.core.override_parser.types import IntervalSweep, Override
 from hydra.errors import HydraException
@@ -34,6 +34,7 @@ from runner.storage.run_directory import job_name
 from runner.sweeps.engines.base import Demand, Engine, Job
 from runner.sweeps.ledger import SHARED_KEYS, console_file
 from runner.sweeps.search_space import Dimension
+from runner.sweeps.stacking import free_keys, is_free, rest_of, why_alone
 from runner.sweeps.sweep_values import interval_of, parse_zip, words_of
 from runner.workloads.base import Workload
 
@@ -198,6 +199,13 @@ def _last_of_each_key(found: list[Dimension], of_file: Collection[Dimension]) ->
     return [*last.values()]
 
 
+class _Base(NamedTuple):
+    config_hash: str  # of the config of the first job
+    demand: Demand
+    stack_key: str  # what has to be the same for jobs that are computed together; empty if none are
+    free: Collection[str]  # keys whose values may differ between them
+
+
 class Planner:
     """The planner of a sweep's `jobs`; `config_dir` is the value of the flag `--config-dir`.
 
@@ -222,10 +230,12 @@ class Planner:
             key = override_key(word)
             if key in options and override_value([word], key) not in options[key]:
                 jobs.compose(0, [word])  # raises the error of an option that does not exist, before any job runs
-        self._bases: dict[tuple[str, ...], tuple[str, Demand]] = {}
-        """For jobs with the same `shared_overrides`: a hash of the config of the first one, and the demand."""
+        self._bases: dict[tuple[str, ...], _Base] = {}
+        """What is the same for jobs with the same `shared_overrides`."""
         self._configs: dict[tuple[str, ...], dict[str, Any] | None] = {}
         self.path = Path()
+        self.remarks: list[str] = []
+        """Why some jobs are not computed together, though `sweep.stack` asks for it."""
         self.config = self._first_config()
 
     @property
@@ -244,12 +254,16 @@ class Planner:
                 self._bases[key] = self._build(self._jobs.compose(number, overrides).config)
         except REFUSALS as error:
             return Job(number, [], console, overrides=overrides, directory=directory, refusal=wrapped(explain(error)))
-        config_hash, demand = self._bases[key]
+        config_hash, demand, stack_key, free = self._bases[key]
         where = [word for word in self._jobs.common if override_value([word], "resume") is None]
         flags = [f"--run-directory={directory}", f"--job-number={number}", *self._flags]
         arguments = [*overrides, *where, "resume=auto", *flags]
         known = hashlib.sha256(json.dumps([config_hash, overrides]).encode()).hexdigest()[:12]
         about = {"overrides": overrides, "directory": directory, "config_hash": known}
+        if stack_key:
+            others = [word for word in overrides if not is_free(override_key(word), free)]
+            others = [word for word in others if word not in key]  # which are in the config that the key has
+            about["stack_key"] = json.dumps([stack_key, others])
         return Job(number, arguments, console, demand, **about)
 
     def has_key(self, groups: list[str], key: str) -> bool:
@@ -284,7 +298,7 @@ class Planner:
                 errors[key] = error
         raise next(iter(errors.values()))
 
-    def _build(self, config: dict[str, Any]) -> tuple[str, Demand]:
+    def _build(self, config: dict[str, Any]) -> _Base:
         run = build_run(config)
         threads = run.device.threads
         try:
@@ -295,7 +309,13 @@ class Planner:
             demand = self._jobs.engine.demand_elsewhere(threads) if is_device else None
             if demand is None:  # otherwise, this machine may only be the login node of a cluster
                 raise
-        return config_hash(run.config), demand
+        engine, stack_key, free = self._jobs.engine, "", free_keys(run.workload)
+        if engine.stack != 1:
+            if why := why_alone(run):
+                self.remarks.append(why)
+            else:
+                stack_key = json.dumps(rest_of(run.config, free), sort_keys=True, default=str)
+        return _Base(config_hash(run.config), demand, stack_key, free)
 
 
 def shared_overrides(overrides: list[str]) -> tuple[str, ...]:

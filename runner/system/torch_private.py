@@ -53,6 +53,11 @@ def defer_compiler() -> None:
     defer("torch._dynamo", {"graph_break": lambda *_: None, "disable": disable}, forget_disabled)
 
 
+def is_batched(tensor: torch.Tensor) -> bool:
+    """Return whether `torch.func.vmap` computes with `tensor`, whose `requires_grad` is then that of no real tensor."""
+    return torch._C._functorch.is_batchedtensor(tensor)  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def mark_static(tensor: torch.Tensor) -> None:
     """Tell the compiler that `tensor` will not move, so that a recorded CUDA graph may read and write its memory."""
     import torch._dynamo

@@ -38,6 +38,9 @@ class Workload(ABC):
     best_possible: ClassVar[Mapping[str, float]] = {}
     """The best value that an evaluation metric can have, of those that have one."""
 
+    not_in_passes: ClassVar[tuple[str, ...]] = ()
+    """The options on which a pass through the network, forward and backward, does not depend."""
+
     forward_passes: ClassVar[int] = 3
     """The forward passes that take as many operations as training on one sample. A backward pass counts as two."""
 

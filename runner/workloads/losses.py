@@ -13,6 +13,7 @@ from runner.config import user_code
 from runner.config.errors import ABSENT, ConfigError
 from runner.data.base import IGNORED
 from runner.device import sum_dtype
+from runner.system import torch_private
 from runner.system.torch_errors import NO_GRADIENT
 from runner.tracking.metrics import BatchSums
 
@@ -66,7 +67,7 @@ def losses_of(returned: Any, num_samples: int, function: Any) -> Losses:
     names = ("loss", *(name for name in values if name != "loss"))
     parts = [_total_and_count(values[name], function) for name in names]
     total, count = parts[0]
-    if torch.is_grad_enabled() and not total.requires_grad:  # as in training
+    if torch.is_grad_enabled() and not (total.requires_grad or torch_private.is_batched(total)):  # as in training
         _refuse(f"it returns a {total.dtype} that does not depend on the weights", function, NO_GRADIENT)
     to_sum = partial(_scalar, dtype=sum_dtype(total.device), device=total.device)
     sums = torch.stack([to_sum(total * (num_samples if count is None else 1)) for total, count in parts])

@@ -1,6 +1,6 @@
 """A pool without processes: the test decides how each job of a sweep ends."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from runner.sweeps.engines.base import Ended, Job, Pool
@@ -13,11 +13,11 @@ class FakePool(Pool):
     the result that they are done. A job that was asked to stop ends with 75.
     """
 
-    def __init__(self, codes: dict[int, list[int | None]], slots: int = 2):
-        self.codes, self.slots = codes, slots
+    def __init__(self, codes: dict[int, list[int | None]], slots: int = 2, stack: int = 1):
+        self.codes, self.slots, self.stack = codes, slots, stack
         self.running: list[int] = []
         self.directories: dict[int, Path] = {}
-        self.started: list[int] = []
+        self.started: list[int | tuple[int, ...]] = []
         self.stopped: set[int] = set()
         self.earlier: list[tuple[str, bool]] = []
         self.on_wait: Callable[[], None] = lambda: None
@@ -33,6 +33,20 @@ class FakePool(Pool):
         self.started.append(job.number)
         self.earlier.append((job.earlier, job.is_changed))
         self.stopped.discard(job.number)
+        return "a slot"
+
+    def stack_size(self, count: int) -> int:
+        return min(self.stack, count)
+
+    def submit_stack(self, jobs: Sequence[Job]) -> str | None:
+        """Start all jobs, if there is a slot, and note their numbers together."""
+        if len(self.running) >= self.slots:
+            return None
+        before, self.slots = self.slots, len(self.running) + len(jobs)
+        for job in jobs:
+            self.submit(job)
+        self.slots = before
+        self.started[-len(jobs) :] = [tuple(job.number for job in jobs)]
         return "a slot"
 
     def wait(self, seconds: float) -> list[Ended]:

@@ -2,7 +2,7 @@
 
 import errno
 import json
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +26,18 @@ class FakeJobSource(JobSource):
 
     Args:
         refused: the numbers of jobs whose config cannot run.
+        keys: the `stack_key` of each job, if there are any.
     """
 
-    def __init__(self, path: Path, count: int, refused: tuple[int, ...] = ()):
-        self.path, self.refused = path, refused
+    def __init__(self, path: Path, count: int, refused: tuple[int, ...] = (), keys: Sequence[str] = ()):
+        self.path, self.refused, self.keys = path, refused, keys
         self.told: list[tuple[int, int]] = []
         super().__init__(map(self.job, range(count)), count)
 
     def job(self, number: int) -> Job:
         overrides, refusal = [f"seed={number}"], "seed: got it: it is refused" if number in self.refused else ""
         about = {"directory": self.path / f"{number:03d}", "config_hash": f"hash {number}", "refusal": refusal}
+        about |= {"stack_key": self.keys[number]} if self.keys else {}
         return Job(number, overrides, console_file(self.path, number), overrides=overrides, **about)
 
     def tell(self, number: int, code: int, result: dict[str, Any]) -> None:
@@ -82,6 +84,15 @@ def test_each_job_runs_once_and_as_many_run_at_once_as_there_are_slots(slots, le
     entry = read_ledger(ledger.path)["jobs"]["0"]
     assert (entry["slot"], entry["tries"], entry["directory"], entry["overrides"]) == ("a slot", 1, "000", ["seed=0"])
     assert read_ledger(ledger.path)["jobs"]["2"]["error"] == "it is job 2\nthe last words of job 2"
+
+
+def test_jobs_with_the_same_key_start_together_and_one_that_crashed_starts_again(ledger):
+    pool = FakePool({4: [1]}, 1, stack=3)
+    jobs = FakeJobSource(ledger.path, 9, refused=(2,), keys=["a", "b", "a", "a", "a", "", "b", "a", "a"])
+    assert run_scheduler(ledger, jobs, pool, Local(stack=3, retries=1)) == [0, 0, 2, *[0] * 6]
+    # Of key `a`, the next that are left; job 2 is refused, job 4 crashes once, and 5 is only computed alone.
+    assert pool.started == [(0, 3, 4), (1, 6), 5, (7, 8, 4)]
+    assert states(ledger) == ["done", "done", "refused", *["done"] * 6]
 
 
 def test_a_job_that_an_earlier_command_has_completed_is_not_started(ledger):

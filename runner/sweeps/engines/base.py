@@ -33,6 +33,7 @@ class Job(NamedTuple):
     directory: Path = Path()  # its run directory
     config_hash: str = ""
     refusal: str = ""  # the error message, if the config is already known to be invalid
+    stack_key: str = ""  # jobs with the same one can be computed together; empty: only alone
 
 
 class Ended(NamedTuple):
@@ -61,6 +62,14 @@ class Pool(AbstractContextManager["Pool"]):
             ConfigError: if the job can never run here, because it needs more resources than there are.
         """
 
+    def stack_size(self, count: int) -> int:
+        """Return how many jobs to submit together, of `count` that can be computed together."""
+        return 1
+
+    def submit_stack(self, jobs: Sequence[Job]) -> str | None:
+        """Start several jobs in one process, which computes them together; otherwise, as `submit`."""
+        raise NotImplementedError(f"{type(self).__name__} runs each job by itself")
+
     @abstractmethod
     def wait(self, seconds: float) -> list[Ended]:
         """Return the jobs that have ended since the last call. If none has, wait for one, but at most `seconds`.
@@ -81,6 +90,9 @@ class Pool(AbstractContextManager["Pool"]):
 MAX_TRIALS = 10_000
 """The maximum number of trials of a search."""
 
+MAX_STACK = 256
+"""The maximum number of jobs that are computed together."""
+
 _ONLY_IN_SEARCH = ("trials", "seeds", "prune", "sampler_seed")
 """Options that have no effect without a search."""
 
@@ -98,11 +110,15 @@ class Engine(ABC):
     goal: Literal["min", "max"] | list[Literal["min", "max"] | None] | None = None
     prune: Literal["median", "halving"] | None = None
     sampler_seed: NonNegativeInt = 0
+    stack: Annotated[int, Range(least=1, most=MAX_STACK)] | Literal["auto"] = 1
 
     def __post_init__(self) -> None:
         if self.search is not None and not is_installed("optuna"):
             remedy = "pip install optuna, or sweep.search=null to run all combinations of listed values"
             raise ConfigError("search", self.search, "it needs Optuna, which is not installed", remedy)
+        if self.stack != 1 and not is_installed("greenlet"):
+            why, remedy = "it needs greenlet, which is not installed", "pip install greenlet, or sweep.stack=1"
+            raise ConfigError("stack", self.stack, why, remedy)
         for key in _ONLY_IN_SEARCH if self.search is None else ():
             given, default = getattr(self, key), getattr(Engine, key)
             check(given == default, key, given, "only a search has this option", "add sweep.search=tpe")
@@ -144,6 +160,11 @@ class ClusterEngine(Engine):
 
     threads: NumThreads = 1
     gpus: Annotated[int, Range(least=0, most=1024)] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        why, remedy = "on other machines, each job is computed alone", "leave it out, or sweep=local"
+        check(self.stack == 1, "stack", self.stack, why, remedy)
 
     def demand_elsewhere(self, threads: int | None) -> Demand | None:
         why = "this machine does not have the devices of the jobs, so it is not known how many GPUs each needs"

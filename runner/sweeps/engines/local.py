@@ -7,7 +7,6 @@ on CPU cores and GPUs that no other job of the sweep uses.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import runpy
@@ -15,6 +14,7 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import get_context
@@ -28,6 +28,7 @@ from runner.config.errors import check
 from runner.config.limits import NumThreads, Range
 from runner.storage.files import is_locked
 from runner.sweeps.engines.base import Ended, Engine, Job, Pool
+from runner.sweeps.engines.stack import AUTO_STACK, STACK, StackFiles, locked_console
 from runner.system.console import CRASHED, STOPPED
 from runner.system.cpu import usable_core_numbers
 from runner.system.forkserver import become_command, show_name, start_server, without_main_module
@@ -50,7 +51,7 @@ class Local(Engine):
         start_server("torch", *modules)
 
     def connect(self, num_jobs: int, path: Path) -> Pool:
-        return LocalPool(self.slots, self.threads, num_jobs)
+        return LocalPool(self.slots, self.threads, num_jobs, self.stack)
 
 
 class _Running(NamedTuple):
@@ -58,12 +59,14 @@ class _Running(NamedTuple):
     console: Path
     cores: list[int]
     gpus: list[str]
+    jobs: list[int]  # several if they are computed together
+    files: StackFiles | None = None  # of the stack
 
 
 class LocalPool(Pool):
     """The jobs of a sweep of `num_jobs` that run on this machine."""
 
-    def __init__(self, slots: int | str, threads: int | str, num_jobs: int):
+    def __init__(self, slots: int | str, threads: int | str, num_jobs: int, stack: int | str = 1):
         self._cores = usable_core_numbers()
         self._num_cores = len(self._cores)
         self._gpus = visible_gpus()
@@ -71,14 +74,31 @@ class LocalPool(Pool):
         self._slots = slots if isinstance(slots, int) else max(1, num_jobs)
         at_once = max(1, min(num_jobs, self._slots, self._num_cores))
         self._threads = threads if isinstance(threads, int) else max(1, self._num_cores // at_once)
+        self._at_once, self._stack = at_once, stack
         self._running: dict[int, _Running] = {}
+        """The process of each running job, by the number of the first job in it."""
         self._asked_to_stop: set[int] = set()
 
     def has_room(self) -> bool:
         return len(self._running) < self._slots and bool(self._cores)
 
+    def stack_size(self, count: int) -> int:
+        free = max(self._at_once, min(self._num_gpus, self._slots)) - len(self._running)
+        share = -(-count // max(1, free))
+        return min(share, AUTO_STACK if self._stack == "auto" else int(self._stack))
+
     def submit(self, job: Job) -> str | None:
-        demand = job.demand
+        return self._started([job], job.arguments, job.console)
+
+    def submit_stack(self, jobs: Sequence[Job]) -> str | None:
+        files = StackFiles.beside(jobs[0].console)
+        return self._started(jobs, [STACK, str(files.jobs)], files.console, files)
+
+    def _started(
+        self, jobs: Sequence[Job], words: list[str], console: Path, files: StackFiles | None = None
+    ) -> str | None:
+        """Start the command of `words` for jobs of the same demand, unless there is no room for it."""
+        job, demand = jobs[0], jobs[0].demand
         why = f"{self._num_gpus} GPUs are visible, and job {job.number} needs {demand.gpus}"
         check(demand.gpus <= self._num_gpus, "sweep", "local", why, "use fewer processes, or device=cpu")
         if demand.gpus:
@@ -93,42 +113,55 @@ class LocalPool(Pool):
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
         if self._num_gpus:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-        arguments = (job.arguments, str(job.console), cores, threads, environment, packed_code.packed())
+        if files is not None:
+            files.write(jobs, is_tried=self._stack == "auto")
+        arguments = (words, str(console), cores, threads, environment, packed_code.packed())
         start_server("torch")  # unless it is running: it may have died
         short = re.sub(r"[\w.]+\.(?=\w+=)", "", job.directory.name) or f"job {job.number}"  # 003-lr=0.1,seed=2
         process = get_context("forkserver").Process(target=_run_command, args=arguments, name=short)
         with without_main_module():
             process.start()
-        self._running[job.number] = _Running(process, job.console, cores, gpus)
-        return f"GPU {','.join(gpus)}" if gpus else f"{num_cores} core{'s' * (num_cores > 1)}"
+        self._running[job.number] = _Running(process, console, cores, gpus, [each.number for each in jobs], files)
+        where = f"GPU {','.join(gpus)}" if gpus else f"{num_cores} core{'s' * (num_cores > 1)}"
+        return where + f", {len(jobs)} together" * (len(jobs) > 1)
 
     def wait(self, seconds: float) -> list[Ended]:
-        sentinels = [job.process.sentinel for job in self._running.values() if job.process.exitcode is None]
+        sentinels = [each.process.sentinel for each in self._running.values() if each.process.exitcode is None]
         if sentinels:
             wait(sentinels, seconds)
         else:
             time.sleep(seconds)
         ended = []
-        for number, job in list(self._running.items()):
-            code = job.process.exitcode
-            if code is None or (code == _SERVER_DIED and is_locked(job.console)):
+        for number, running in list(self._running.items()):
+            code = running.process.exitcode
+            for each, own in running.files.new_codes(running.jobs) if running.files else ():
+                running.jobs.remove(each)
+                ended.append(Ended(each, own))
+            if code is None or (code == _SERVER_DIED and is_locked(running.console)):
                 continue
             del self._running[number]
-            self._cores = sorted([*self._cores, *job.cores])
-            self._gpus = sorted([*self._gpus, *job.gpus])
-            job.process.close()
-            if code == -signal.SIGTERM and number in self._asked_to_stop:  # before it had a handler for the signal
-                code = STOPPED
-            self._asked_to_stop.discard(number)
-            known = code != _SERVER_DIED
-            ended.append(Ended(number, code) if known else Ended(number, None, "the server that started it was killed"))
+            self._cores = sorted([*self._cores, *running.cores])
+            self._gpus = sorted([*self._gpus, *running.gpus])
+            running.process.close()
+            if running.files:
+                running.files.remove()
+            for each in running.jobs:
+                # SIGTERM: before it had a handler for the signal
+                stopped = code == -signal.SIGTERM and each in self._asked_to_stop
+                why = "the server that started it was killed" if code == _SERVER_DIED else ""
+                ended.append(Ended(each, STOPPED if stopped else None if why else code, why))
+        self._asked_to_stop -= {each.number for each in ended}
         return ended
 
     def stop(self, numbers: list[int]) -> None:
-        for number in numbers:
-            self._asked_to_stop.add(number)
-            with suppress(ProcessLookupError):
-                os.kill(self._running[number].process.pid or 0, signal.SIGTERM)
+        self._asked_to_stop.update(numbers)
+        for running in self._running.values():
+            asked = self._asked_to_stop.intersection(running.jobs)
+            if asked and len(asked) < len(running.jobs) and running.files:
+                running.files.ask_to_stop(asked)
+            elif asked.intersection(numbers):
+                with suppress(ProcessLookupError):
+                    os.kill(running.process.pid or 0, signal.SIGTERM)
 
     def kill(self) -> None:
         for job in self._running.values():
@@ -151,8 +184,7 @@ def _run_command(
     """
     become_command()
     show_name(current_process().name)
-    file = os.open(console, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
-    fcntl.flock(file, fcntl.LOCK_EX)
+    file = locked_console(console)
     for stream in (1, 2):
         os.dup2(file, stream)
     if hasattr(os, "sched_setaffinity"):

@@ -85,6 +85,11 @@ class DQN(Workload):
         *("env_steps", "epsilon_fraction", "replay_device", "save_replay"),
         *("eval_episodes", "eval_epsilon", "record_video"),
     )
+    not_in_passes: ClassVar[tuple[str, ...]] = (
+        *("env_steps", "warm_up", "replay_ratio", "replay_size", "discount", "target_every", "target_tau"),
+        *("epsilon_start", "epsilon_final", "epsilon_fraction", "epsilon_repeat", "epsilon_repeat_exponent"),
+        *("clip_rewards", "eval_episodes", "eval_epsilon"),
+    )
 
     def __post_init__(self) -> None:
         min_warm_up = self.n_step * self.env.num_envs

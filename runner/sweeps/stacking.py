@@ -1,0 +1,56 @@
+"""Which jobs of a sweep can be computed together: those that differ only in what a pass through the network ignores."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+
+from runner.config.options import chosen_option
+from runner.parallel.base import Parallel
+from runner.profiler import Profiler
+from runner.run import Run
+from runner.workloads.base import Workload
+
+_FREE = (
+    *("seed", "repeat", "optimizer", "schedule", "ema", "stop", "max_grad_norm", "steps", "epochs"),
+    *("log_every", "eval_every", "save_every", "keep", "tracking"),
+)
+"""Keys and groups of which a pass through the network, forward and backward, does not depend."""
+
+
+def free_keys(workload: Workload) -> Collection[str]:
+    """Return the keys, and groups of keys, whose values may differ between runs that are computed together."""
+    return (*_FREE, *(f"workload.{name}" for name in workload.not_in_passes))
+
+
+def is_free(key: str, free: Collection[str]) -> bool:
+    """Return whether `key`, such as `optimizer.lr`, or a group of it is among the `free` ones."""
+    parts = key.partition("@")[0].split(".")
+    return any(".".join(parts[:count]) in free for count in range(1, len(parts) + 1))
+
+
+def rest_of(config: dict[str, Any], free: Collection[str], path: str = "") -> dict[str, Any]:
+    """Return `config` without its `free` keys."""
+    rest = {}
+    for name, value in config.items():
+        key = f"{path}{name}"
+        if key not in free:
+            rest[name] = rest_of(value, free, f"{key}.") if isinstance(value, dict) else value
+    return rest
+
+
+def why_alone(run: Run) -> str:
+    """Return why `run` can only be computed alone; empty if it may be computed together with others."""
+    if type(run.parallel) is not Parallel:
+        return f"parallel={chosen_option('parallel', run.parallel)} divides a run among processes or devices"
+    if run.compile:
+        return f"compile={run.compile} compiles each run by itself"
+    if run.workload.has_steps:
+        return "steps of the user's own may call parts of the network, or have several phases"
+    if run.precision.compute_dtype(torch.device("cpu")) == torch.float16:
+        return "precision=16 scales the loss of each run by itself"
+    if type(run.profiler) is not Profiler:
+        return "the profiler measures one run"
+    return ""

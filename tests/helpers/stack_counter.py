@@ -1,0 +1,22 @@
+"""The network of `stack_refused` with a scale that depends on how often it was called, in an attribute."""
+
+import torch
+from torch import nn
+
+from helpers.stack_refused import data
+
+__all__ = ["data", "model"]
+
+
+class Network(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.calls = nn.Linear(6, 3), 0
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.calls += self.training
+        return self.layer(inputs) / self.calls
+
+
+def model() -> nn.Module:
+    return Network()

@@ -1,0 +1,201 @@
+"""Tests of `sweep.stack`: what runs that are computed together compute, write and survive."""
+
+import json
+import os
+import signal
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from helpers.command import ROOT, Command, glob, processes_in, run_command, wait_until
+from helpers.compose import TINY_CPU
+from helpers.events import MEASURED, scalar_curves
+from helpers.plain_loop import largest_difference
+from helpers.runs import newest_checkpoint
+
+TASK = f"workload={ROOT / 'tests' / 'helpers' / 'stack_task.py'}"
+DOUBLE = ("device=cpu", "device.threads=1", "precision=64", "log_every=2", "sweep.slots=1")
+FEW = ("steps=9", "eval_every=4", "save_every=4")
+AGENT = (
+    *("workload=dqn", "env.num_envs=2", "model.hidden=[8]", "workload.env_steps=260", "workload.warm_up=60"),
+    *("workload.eval_episodes=2", "eval_every=20", "save_every=20", "batch_size=16"),
+)
+LANGUAGE = (
+    "workload=language",
+    "model=gpt_tiny",
+    "model.layers=1",
+    "model.width=16",
+    "model.heads=2",
+    "data.context=16",
+)
+SWEEPS: dict[str, tuple[str, ...]] = {
+    "images, with everything in the update": (
+        *(
+            "model=convnet",
+            "data.size=28",
+            "batch_size=16",
+            "accumulation=2",
+            "max_grad_norm=0.5",
+            "ema.decay=0.5",
+            *FEW,
+        ),
+        *("optimizer=sgd", "optimizer.lr=0.1,0.01", "schedule=cosine", "seed=0,1"),
+    ),
+    "a strange network of the user's": (
+        *(TASK, "batch_size=8", *FEW, "optimizer=adamw,sgd", "optimizer.lr=0.01", "optimizer.weight_decay=0,0.1"),
+    ),
+    "agents": (*AGENT, "workload.discount=0.9,0.99", "workload.epsilon_final=0.1,0.3"),
+    "language models": (*LANGUAGE, "batch_size=2", *FEW, "seed=0,1,2", "optimizer.lr=0.003"),
+}
+
+
+def sweep(path: Path, stack: int | str, *words: str, code: int = 0) -> tuple[list[Path], str]:
+    """Run a sweep below `path`; return the directories of its runs, and what it printed."""
+    found, console = run_command("-m", *DOUBLE, f"sweep.stack={stack}", *words, cwd=path)
+    assert found == code, console
+    return sorted(each for each in path.glob("outputs/sweeps/*/*/0*") if each.is_dir()), console
+
+
+def outcome(run: Path) -> dict[str, Any]:
+    """What a run has left behind, without times: by name, tensors and plain values."""
+    newest = newest_checkpoint(run)
+    state, local = (torch.load(newest / name, weights_only=True) for name in ("state.pt", "rank_0.pt"))
+    result = json.loads((run / "result.json").read_text())
+    return {
+        "weights": safetensors.torch.load_file(newest / "model.safetensors"),
+        "moments": {f"{n} {k}": t for n, each in state["optimizer"].items() for k, t in each.items()},
+        "random": local["random"],
+        "curves": scalar_curves(run, without=MEASURED),
+        "result": {key: result[key] for key in ("status", "steps", "metrics", "best", "config_hash", "error")},
+        "files": sorted(str(each.relative_to(run)) for each in run.rglob("*") if "tfevents" not in each.name),
+    }
+
+
+def assert_same_runs(ours: list[Path], theirs: list[Path]) -> None:
+    assert [each.name for each in ours] == [each.name for each in theirs]
+    for our, their in zip(map(outcome, ours), map(outcome, theirs), strict=True):
+        for kind in ("weights", "moments"):
+            assert largest_difference(our[kind], their[kind]) < 1e-12
+        assert our["random"].keys() == their["random"].keys()
+        assert all(torch.equal(our["random"][name], their["random"][name]) for name in our["random"])
+        assert our["files"] == their["files"]
+        assert our["curves"].keys() == their["curves"].keys()
+        for tag, points in our["curves"].items():
+            assert points == [(step, pytest.approx(value, 1e-6, 1e-7)) for step, value in their["curves"][tag]], tag
+        metrics, wanted = our["result"].pop("metrics"), their["result"].pop("metrics")
+        assert metrics == pytest.approx(wanted, rel=1e-9)
+        for each in (our, their):
+            each["result"]["best"].pop("value")
+        assert our["result"] == their["result"]
+
+
+@pytest.mark.parametrize("words", SWEEPS.values(), ids=SWEEPS.keys())
+def test_runs_in_a_stack_are_as_if_alone(words, tmp_path):
+    stacked, console = sweep(tmp_path / "stacked", 8, *words)
+    assert f"{len(stacked)} together" in console
+    logs = [(each / "log.txt").read_text() for each in stacked]
+    assert all("together with other runs" in each for each in logs)
+    assert [line for each in logs for line in each.splitlines() if "one by one" in line] == []
+    assert_same_runs(stacked, sweep(tmp_path / "alone", 1, *words)[0])
+
+
+REFUSED = ROOT / "tests" / "helpers" / "stack_refused.py"
+
+
+def test_code_that_vmap_cannot_take_is_computed_one_by_one_and_named(tmp_path):
+    words = (f"workload={REFUSED}", "batch_size=8", *FEW, "seed=0,1,2")
+    stacked, _ = sweep(tmp_path / "stacked", 3, *words)
+    [line] = [i for i, text in enumerate(REFUSED.read_text().splitlines(), start=1) if "# this line" in text]
+    for each in stacked:
+        log = (each / "log.txt").read_text()
+        for what in ("training", "evaluations"):
+            assert f"{what}: the runs of the stack are computed one by one: torch.func.vmap cannot take" in log
+        assert f"{REFUSED}, line {line}: " in log
+    assert_same_runs(stacked, sweep(tmp_path / "alone", 1, *words)[0])
+
+
+@pytest.mark.parametrize(
+    ("file", "what"), [("stack_counter.py", "calls of the network"), ("stack_loss.py", "seen of the loss")]
+)
+def test_what_a_pass_leaves_behind_is_not_shared(file, what, tmp_path):
+    words = (f"workload={ROOT / 'tests' / 'helpers' / file}", "batch_size=8", *FEW, "seed=0,1,2")
+    stacked, _ = sweep(tmp_path / "stacked", 3, *words)
+    assert all(f"one by one: a pass changes {what}" in (each / "log.txt").read_text() for each in stacked)
+    assert_same_runs(stacked, sweep(tmp_path / "alone", 1, *words)[0])
+
+
+def test_runs_that_diverge_or_are_refused_end_alone(tmp_path):
+    words = (*TINY_CPU, "batch_size=32", "steps=130", "optimizer.weight_decay=1")  # weights are multiplied by -899
+    stacked, console = sweep(tmp_path / "stacked", 4, *words, "optimizer.lr=0.01,900,2000,0.02", code=3)
+    assert "2 of 4 jobs done, 1 refused, 1 diverged" in console
+    assert "optimizer.lr: got 2000" in console
+    alone, _ = sweep(tmp_path / "alone", 1, *words, "optimizer.lr=0.01,0.02")
+    done = [each for each in stacked if json.loads((each / "result.json").read_text())["status"] == "done"]
+    assert (len(stacked), len(done)) == (3, 2)
+    for our, their in zip(done, alone, strict=True):
+        assert largest_difference(outcome(our)["weights"], outcome(their)["weights"]) < 1e-12
+
+
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGKILL])
+def test_a_stack_that_is_stopped_or_killed_goes_on_as_a_stack(sent, tmp_path):
+    words = (
+        *SWEEPS["a strange network of the user's"],
+        "steps=2000",
+        "eval_every=500",
+        "save_every=50",
+        "log_every=500",
+    )
+    command = Command(tmp_path / "broken", "-m", *DOUBLE, "sweep.stack=4", *words)
+    wait_until(lambda: len(glob(command.cwd, "outputs/sweeps/*/*/0*/checkpoints/step_*")) >= 8)
+    for pid in processes_in(command.cwd) if sent == signal.SIGKILL else [command.pid]:
+        with suppress(ProcessLookupError):
+            os.kill(pid, sent)
+    assert command.wait()[0] == (75 if sent == signal.SIGTERM else -9)
+    wait_until(lambda: not processes_in(command.cwd))
+    code, console = run_command("-m", *DOUBLE, "sweep.stack=4", *words, "resume=auto", cwd=command.cwd)
+    assert code == 0, console
+    assert "4 together" in console
+    runs = sorted(each for each in command.cwd.glob("outputs/sweeps/*/*/0*") if each.is_dir())
+    assert all("resumed after step" in (each / "log.txt").read_text() for each in runs)
+    unbroken, _ = sweep(tmp_path / "unbroken", 4, *words)
+    for our, their in zip(map(outcome, runs), map(outcome, unbroken), strict=True):
+        assert largest_difference(our["weights"], their["weights"]) < 1e-12
+        assert all(torch.equal(our["random"][name], their["random"][name]) for name in our["random"])
+
+
+def test_a_run_of_a_stack_resumes_alone_in_another_mode(tmp_path):
+    words = (*TINY_CPU, "precision=64", "batch_size=8", "optimizer=adamw", "schedule=constant")
+    stacked, _ = sweep(tmp_path / "stacked", 2, *words, "steps=8", "seed=0,1")
+    for cwd, run in ((tmp_path / "stacked", stacked[1]), (tmp_path / "alone", None)):
+        start = (f"resume={run}", "parallel=ddp", "parallel.processes=2")
+        alone = (*words, "log_every=2", "seed=1", f"--run-directory={tmp_path / 'one'}")
+        code, console = run_command(*(start if run else alone), "steps=12", cwd=cwd)
+        assert code == 0, console
+    ours, theirs = outcome(stacked[1]), outcome(tmp_path / "one")
+    assert largest_difference(ours["weights"], theirs["weights"]) < 1e-12
+
+
+def test_only_runs_that_differ_in_numbers_are_computed_together(tmp_path):
+    words = ("model=tiny", "data.size=8", "steps=2", "seed=0,1", "model.hidden=4,8", "batch_size=16")
+    stacked, console = sweep(tmp_path / "a", 4, *words)
+    assert len(stacked) == 4
+    assert console.count("2 together") == 4
+    words = (*words[:3], "seed=0,1", "parallel=ddp,single")
+    _, console = sweep(tmp_path / "b", 4, *words)
+    assert console.count("2 together") == 2
+    assert "sweep.stack=4: jobs are computed one by one, as parallel=ddp divides a run among processes" in console
+
+
+def test_what_is_wrong_with_the_option_is_said_before_anything_runs(tmp_path):
+    for words, text in {
+        ("sweep.stack=0",): "sweep.stack: got 0",
+        ("sweep.stack=some",): "sweep.stack: got 'some'",
+        ("sweep=slurm", "sweep.stack=2"): "sweep.stack: got 2: on other machines, each job is computed alone",
+    }.items():
+        code, console = run_command("-m", "seed=0,1", *words, cwd=tmp_path)
+        assert code == 2
+        assert text in console
+    assert not (tmp_path / "outputs").exists()
