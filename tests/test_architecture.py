@@ -10,15 +10,8 @@ from helpers.command import ROOT, Command
 
 PARTS = (
     *("runner.device", "runner.seeds", "runner.precision", "runner.optimizer", "runner.torch_optimizer"),
-    *(
-        "runner.schedule",
-        "runner.plateau",
-        "runner.profiler",
-        "runner.batching",
-        "runner.ema",
-        "runner.stop",
-        "runner.result",
-    ),
+    *("runner.schedule", "runner.plateau", "runner.profiler", "runner.batching"),
+    *("runner.ema", "runner.stop", "runner.result"),
 )
 """Config groups with one module each, which the training loop uses. They form one group of modules in `LAYERS`."""
 

@@ -45,10 +45,8 @@ def trained(directory: Path, *overrides: str, **options: Any) -> TrainedRun:
 def test_the_weights_are_those_of_a_plain_loop(name, tmp_path):
     """With clipping, in float64, where only the order of sums differs; Adam and its like divide by small gradients."""
     options, optimizer = loops.ALL_OPTIMIZER_CASES[name]
-    dtype, bound = (
-        torch.float64,
-        {"adam": 1e-11, "kinds": 1e-11, "adamw": 1e-11, "rmsprop": 1e-11, "nadam": 1e-9}.get(name, 1e-13),
-    )
+    bounds = {"adam": 1e-11, "kinds": 1e-11, "adamw": 1e-11, "rmsprop": 1e-11, "nadam": 1e-9}
+    dtype, bound = torch.float64, bounds.get(name, 1e-13)
     size = TINY_CPU if name in ("groups", "kinds") else SMALL
     precision = f"precision={torch.finfo(dtype).bits}"
     overrides = (*size, *loops.PLAIN_LOOP_OVERRIDES, *options, precision, "max_grad_norm=0.5")

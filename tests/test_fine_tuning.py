@@ -23,14 +23,8 @@ GROUPS = (
 )
 FROZEN = ("model.freeze=[stem,features.3,'*.squeeze']", "model.unfreeze=[features.12]")
 OVERRIDES = (
-    *(
-        *TINY_CPU,
-        *plain_loop.PLAIN_LOOP_OVERRIDES,
-        "model=torchvision",
-        "model.name=squeezenet1_1",
-        "model.options={dropout:0.0}",
-        "data.size=32",
-    ),
+    *(*TINY_CPU, *plain_loop.PLAIN_LOOP_OVERRIDES, "data.size=32"),
+    *("model=torchvision", "model.name=squeezenet1_1", "model.options={dropout:0.0}"),
     *("data.holdout=0.02", "batch_size=12", f"steps={STEPS}", "precision=64", "model.reset_head=true", *FROZEN),
     *("optimizer.lr=0.005", "optimizer.weight_decay=0.1", GROUPS),
     *("optimizer.layer_decay=0.8", "optimizer.decay_norms=false"),

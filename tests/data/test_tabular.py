@@ -176,19 +176,8 @@ def test_a_cell_is_a_number_if_it_is_one_to_every_reader_of_csv_files(tmp_path):
     file = written(tmp_path / "a.csv", "x,y\n" + "".join(f"{cell},1\n" for cell in cells))
     assert whole(loaded(file=file, standardize=False)[0])[0].tolist() == [[7.0]] * 7
     others = (
-        "2020_01",
-        "\uff11\uff12",
-        "\u0663",
-        '"1,234"',
-        "1 234",
-        "5%",
-        "NA",
-        "nan",
-        "TRUE",
-        "0x1F",
-        "inf",
-        "1e",
-        "1\xa0",
+        *("2020_01", "\uff11\uff12", "\u0663", '"1,234"', "1 234", "5%", "1e", "1\xa0"),
+        *("NA", "nan", "TRUE", "0x1F", "inf"),
     )
     for cell in others:
         file, text = written(tmp_path / "a.csv", f"x,y\n1,2\n{cell},4\n"), cell.strip('"')

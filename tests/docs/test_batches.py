@@ -14,15 +14,8 @@ import runner
 from runner.commands import convert
 
 FILES = (
-    "text_classifier",
-    "image_and_table",
-    "multi_task",
-    "character_gpt",
-    "autoencoder",
-    "stream",
-    "simclr",
-    "detection",
-    "gan",
+    *("text_classifier", "image_and_table", "multi_task", "character_gpt", "stream"),
+    *("autoencoder", "simclr", "detection", "gan"),
 )
 COMMON = ("device=cpu", "device.threads=1", "precision=64", "optimizer=sgd", "optimizer.lr=0.1", "eval_every=0")
 

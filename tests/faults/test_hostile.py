@@ -344,17 +344,9 @@ def folder_of_images(root: Path) -> None:
 
 
 def run_with_images(sandbox: Sandbox, *words: str) -> tuple[int, str]:
-    data = (
-        "data=imagefolder",
-        f"data.root={sandbox.path}",
-        "data.size=8",
-        "data.workers=0",
-        "data.augment=none",
-        "steps=2",
-    )
-    return run_in_this_process(
-        [*data, "batch_size=4", "device=cpu", "device.threads=1", "model=tiny", *words], sandbox.cwd
-    )
+    data = ("data=imagefolder", f"data.root={sandbox.path}", "data.size=8", "data.workers=0", "data.augment=none")
+    sizes = ("steps=2", "batch_size=4", "device=cpu", "device.threads=1", "model=tiny")
+    return run_in_this_process([*data, *sizes, *words], sandbox.cwd)
 
 
 @pytest.mark.parametrize("kind", IMAGES)

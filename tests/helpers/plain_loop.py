@@ -17,12 +17,8 @@ from runner.seeds import derive
 STEPS = 10
 BATCH_SIZE = 48
 PLAIN_LOOP_OVERRIDES = (
-    "data.crop=0",
-    "schedule=constant",
-    f"steps={STEPS}",
-    f"batch_size={BATCH_SIZE}",
-    "log_every=1",
-    "eval_every=0",
+    *("data.crop=0", "schedule=constant"),
+    *(f"steps={STEPS}", f"batch_size={BATCH_SIZE}", "log_every=1", "eval_every=0"),
 )
 """Overrides of a run that `plain_loop` can reproduce."""
 

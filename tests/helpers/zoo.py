@@ -68,10 +68,8 @@ def trained_on_rank(config: dict[str, Any], file: Path) -> None:
         session = run.prepare(process)
         with run.settings(session.device):
             state = prepare(run, session, Path(directory))
-            batches, take_step = (
-                run.workload.batches(state.model, session.plan, 0, session.device),
-                step_function(state),
-            )
+            batches = run.workload.batches(state.model, session.plan, 0, session.device)
+            take_step = step_function(state)
             state.model.train()
             for step in session.plan.steps(0, session.num_steps):
                 take_step(state, batches, step, False)

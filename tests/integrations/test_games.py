@@ -16,12 +16,8 @@ from runner.config.errors import ConfigError
 from runner.env.base import Env
 
 SHORT = (
-    "workload.warm_up=200",
-    "workload.eval_episodes=2",
-    "env.num_envs=4",
-    "steps=4",
-    "eval_every=2",
-    "save_every=2",
+    *("workload.warm_up=200", "workload.eval_episodes=2", "env.num_envs=4"),
+    *("steps=4", "eval_every=2", "save_every=2"),
 )
 SHORT += ("env.max_episode_steps=60", "workload.replay_size=2000", "device=cpu", "device.threads=1", "batch_size=32")
 

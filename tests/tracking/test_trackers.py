@@ -58,10 +58,8 @@ def points(directory: Path) -> dict[str, list[tuple[int, float]]]:
 def test_several_trackers_with_one_of_the_users_get_every_point_once_across_a_resume(tmp_path):
     (tmp_path / "tracking").mkdir()
     (tmp_path / "tracking" / "mine.yaml").write_text("defaults: [csv, _self_]\n")
-    config, run = (
-        Composer(str(tmp_path)).run([*TINY_CPU, *STEPS, "tracking=[tensorboard,mine]"]).config,
-        tmp_path / "run",
-    )
+    config = Composer(str(tmp_path)).run([*TINY_CPU, *STEPS, "tracking=[tensorboard,mine]"]).config
+    run = tmp_path / "run"
     train_in(run, build_run(config), partial(sigterm_at, 3, 0))
     with (run / "curves.csv").open("a") as file:
         file.write("4,train/loss,1.0\n5,train/lo")  # points after the last checkpoint; the last line is incomplete

@@ -29,15 +29,8 @@ from runner.training import initial_state, train_step
 from runner.workloads.dqn.replay import Replay, Transitions, unpack
 
 SMALL = (
-    "workload=dqn",
-    "device=cpu",
-    "device.threads=1",
-    "model.hidden=[16]",
-    "workload.warm_up=80",
-    "workload.replay_ratio=0.5",
-    "batch_size=64",
-    "workload.eval_episodes=4",
-    "env.max_episode_steps=60",
+    *("workload=dqn", "device=cpu", "device.threads=1", "model.hidden=[16]", "batch_size=64"),
+    *("workload.warm_up=80", "workload.replay_ratio=0.5", "workload.eval_episodes=4", "env.max_episode_steps=60"),
 )
 """Overrides of an agent whose steps take little time."""
 
