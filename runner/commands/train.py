@@ -22,7 +22,7 @@ from runner.config.options import option_files  # noqa: E402
 from runner.config.overrides import checked_path, quoted, resumed  # noqa: E402
 from runner.system import __version__  # noqa: E402
 from runner.system.console import CRASHED, DONE, STOPPED, output_code  # noqa: E402
-from runner.system.signals import relayed  # noqa: E402
+from runner.system.turns import own_seat  # noqa: E402
 
 RUN_DIRECTORY, JOB_NUMBER = "--run-directory", "--job-number"
 """The flags that set the run directory and `${hydra:job.num}`. The scheduler of a sweep passes them to the jobs."""
@@ -120,7 +120,7 @@ def _run(arguments: list[str]) -> list[int]:
         run = build_run(job.config)
     from runner.api.run_job import run_one
 
-    if relayed.get() is not None:  # it is computed together with others
+    if own_seat() is not None:  # it is computed together with others
         from runner.parallel.stack.member import StackMember
 
         run.parallel = StackMember()

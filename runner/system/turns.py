@@ -12,8 +12,6 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any, TextIO
 
-from greenlet import getcurrent, greenlet
-
 from runner.system import signals
 from runner.system.console import CRASHED, STOPPED
 from runner.system.section_timer import SectionTimer, timer
@@ -30,14 +28,24 @@ class Seat:
         number: the number of the function.
         main: the function, which returns an exit code.
         console: the file to which it prints; None: that of the process.
+        common: what the functions share, such as data that they only read.
 
     Attributes:
         request: what the function waits for; None before its first turn, and once it is answered.
         code: the exit code, when the function has returned.
     """
 
-    def __init__(self, number: int, main: Callable[[], int], console: TextIO | None = None):
+    def __init__(
+        self,
+        number: int,
+        main: Callable[[], int],
+        console: TextIO | None = None,
+        common: dict[str, Any] | None = None,
+    ):
+        from greenlet import greenlet  # optional
+
         self.number, self.request, self.code = number, None, None
+        self.common = {} if common is None else common
         self.request: Any
         self.code: int | None
         self._answer: Any = None
@@ -79,7 +87,7 @@ class Seat:
     def ask(self, request: Any) -> Any:
         """End this turn, and return the answer to `request` when the next one begins."""
         self.request = request
-        getcurrent().parent.switch()  # pyright: ignore[reportOptionalMemberAccess]
+        self._greenlet.parent.switch()  # pyright: ignore[reportOptionalMemberAccess]
         return self._answer
 
     def _run(self) -> None:

@@ -18,11 +18,30 @@ from runner.data.base import Batch, Data, Samples, class_weights
 from runner.model.base import Model
 from runner.storage.signature import check_same_names, check_same_samples, num_samples
 from runner.system.trees import Tree, map_leaves, map_tensors
+from runner.system.turns import own_seat
 from runner.workloads.base import Workload
 
 log = logging.getLogger(__name__)
 
 S = TypeVar("S", bound=Samples)
+
+
+def _loaded(data: Data) -> tuple[Samples, Samples]:
+    """Return the samples of `data`; runs that one process computes together share those of the project in memory."""
+    seat, key = own_seat(), repr(data)
+    if seat is None or not type(data).__module__.startswith("runner."):
+        return data.load()
+    from runner.data.memory import ArraySamples  # these import numpy, which checking a config does not need
+    from runner.data.user import UserData
+
+    if isinstance(data, UserData):
+        return data.load()
+    if key not in seat.common:
+        found = data.load()
+        if not all(isinstance(each, ArraySamples) for each in found):
+            return found  # workers read them, which belong to one run
+        seat.common[key] = found
+    return seat.common[key]
 
 
 @dataclass
@@ -59,7 +78,7 @@ class SampleWorkload(Workload, Generic[S]):
 
     def prepare(self) -> None:
         with errors_under("data"):
-            train, held_out = self.data.load()
+            train, held_out = _loaded(self.data)
         self.use(train, held_out)
 
     def use(self, train: Samples, held_out: Samples) -> None:

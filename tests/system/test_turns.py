@@ -3,8 +3,11 @@
 import io
 import logging
 import sys
+from functools import partial
+from typing import Any
 
 import pytest
+from helpers.compose import build_composed_run
 
 from runner.system.section_timer import timer
 from runner.system.signals import StopRequest
@@ -78,3 +81,24 @@ def test_an_error_of_a_function_reaches_the_one_that_gives_turns():
     with pytest.raises(ZeroDivisionError):
         seat.go_on()
     assert seat.code == 1
+
+
+def test_functions_share_samples_in_memory_of_the_same_options_only():
+    common, found = dict[str, Any](), list[Any]()
+
+    def main(*words: str) -> int:
+        workload = build_composed_run(*words).workload
+        workload.prepare()
+        found.append(workload.train)
+        return 0
+
+    tiny = ("model=tiny", "data.size=8")
+    for words in (tiny, (*tiny, "seed=1"), (*tiny, "data.size=16")):
+        seat = Seat(0, partial(main, *words), common=common)
+        seat.go_on()
+        assert seat.code == 0
+    main(*tiny)
+    first, second, other, alone = found
+    assert first is second
+    assert len({*map(id, (first, other, alone))}) == 3
+    assert first.inputs.equal(alone.inputs)

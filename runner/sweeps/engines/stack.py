@@ -9,14 +9,12 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 from runner.storage.files import write_text
 from runner.sweeps.engines.base import Job
 from runner.system.signals import StopRequest
-
-if TYPE_CHECKING:
-    from runner.system.turns import Seat
+from runner.system.turns import Seat
 
 STACK = "--stack"
 """The flag of the command that computes several jobs together; its value is the file `StackFiles.jobs`."""
@@ -76,16 +74,15 @@ class StackFiles(NamedTuple):
 
     def run(self, main: Callable[[list[str]], int]) -> None:
         """Run the jobs, each as the command `main` with its arguments; return when all have ended."""
-        from runner.parallel.stack.stack import Stack
-        from runner.system.turns import Seat  # what a scheduler does not need
+        from runner.parallel.stack.stack import Stack  # it imports torch, which a scheduler does not need
 
         content = json.loads(self.jobs.read_text())
-        seats = []
+        seats, common = [], dict[str, Any]()
         for job in content["jobs"]:
             console = os.fdopen(
                 locked_console(job["console"]), "w", encoding="utf-8", errors="backslashreplace", buffering=1
             )
-            seats.append(Seat(job["number"], partial(main, job["arguments"]), console))
+            seats.append(Seat(job["number"], partial(main, job["arguments"]), console, common))
         with StopRequest() as stop:
             Stack(seats, self._ended, partial(self._ask, seats, stop), content["is_tried"]).run()
 

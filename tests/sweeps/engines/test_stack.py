@@ -143,9 +143,9 @@ def test_runs_that_diverge_or_are_refused_end_alone(tmp_path):
 def test_a_stack_that_is_stopped_or_killed_goes_on_as_a_stack(sent, tmp_path):
     words = (
         *SWEEPS["a strange network of the user's"],
-        "steps=2000",
-        "eval_every=500",
-        "save_every=50",
+        "steps=300",
+        "eval_every=150",
+        "save_every=20",
         "log_every=500",
     )
     command = Command(tmp_path / "broken", "-m", *DOUBLE, "sweep.stack=4", *words)
@@ -183,10 +183,10 @@ def test_only_runs_that_differ_in_numbers_are_computed_together(tmp_path):
     stacked, console = sweep(tmp_path / "a", 4, *words)
     assert len(stacked) == 4
     assert console.count("2 together") == 4
-    words = (*words[:3], "seed=0,1", "parallel=ddp,single")
+    words = (*words[:3], "seed=0,1", "parallel=dp,single")
     _, console = sweep(tmp_path / "b", 4, *words)
     assert console.count("2 together") == 2
-    assert "sweep.stack=4: jobs are computed one by one, as parallel=ddp divides a run among processes" in console
+    assert "sweep.stack=4: jobs are computed one by one, as parallel=dp divides a run among processes" in console
 
 
 def test_what_is_wrong_with_the_option_is_said_before_anything_runs(tmp_path):
