@@ -4,6 +4,7 @@
 
 - `jobs`: the duration of sweeps of 8 and of 32 jobs that each train for half a second. Each sweep is run in two ways:
   with as many jobs at once as the CPU cores allow, and with one job at a time.
+- `stack`: the duration of sweeps of 16 seeds, each run by itself, and together in stacks (`sweep.stack`).
 - `enumerate`: the time until the first job starts in a sweep of 10,000 combinations, half of which are refused.
 - `search`: the best accuracy of 30 trials of 2 epochs on the digits, with TPE and with random search, for five seeds of
   the sampler.
@@ -32,6 +33,24 @@ SEARCH = (
     "optimizer=sgd,adamw",
     "optimizer.weight_decay=tag(log,interval(1e-6,1e-1))",
 )
+STACKED = {
+    "layers": ("model=qnet", "data.size=8", "optimizer=adamw", "optimizer.lr=0.001", "epochs=50", "save_every=0"),
+    "convolutions": ("model=tiny", "data.size=8", "epochs=5", "save_every=0"),
+    "agents": (
+        *(
+            "workload=dqn",
+            "workload.env_steps=20000",
+            "model.hidden=[120,84]",
+            "optimizer.lr=2.5e-4",
+            "schedule=constant",
+        ),
+        *("env.num_envs=10", "workload.replay_ratio=0.1", "workload.replay_size=10000", "workload.n_step=1"),
+        *("workload.double=false", "workload.clip_targets=false", "workload.td_loss=mse", "workload.target_every=50"),
+        *("workload.target_tau=1", "workload.epsilon_fraction=0.5", "workload.epsilon_final=0.05", "eval_every=0"),
+    ),
+}
+"""A perceptron 64-128-128-10, two convolutions, and CleanRL's agent, with ten environments."""
+
 REPEATS = 5
 
 
@@ -62,6 +81,25 @@ def jobs() -> dict[str, Any]:
         found[f"{count} jobs"] = {name: {"median_s": round(medians[name], 2), "all": rounded[name]} for name in medians}
         found[f"{count} jobs"]["ratio"] = round(medians["at once"] / medians["one at a time"], 3)
         print(count, found[f"{count} jobs"], flush=True)
+    return found
+
+
+def stack() -> dict[str, Any]:
+    """Return the seconds of sweeps of 16 seeds, with each way to compute them, which alternate."""
+    found: dict[str, Any] = {}
+    for task, words in STACKED.items():
+        seconds: dict[str, list[float]] = {"1": [], "16": [], "auto": []}
+        for _ in range(REPEATS):
+            for size, measured in seconds.items():
+                with tempfile.TemporaryDirectory() as scratch:
+                    own = ("seed=range(0,16)", "device=cpu", f"sweep.stack={size}")
+                    measured.append(round(sweep(Path(scratch), *words, *own), 2))
+        ratios = {
+            size: statistics.median(map(lambda a, b: a / b, measured, seconds["1"]))
+            for size, measured in seconds.items()
+        }
+        found[task] = {"seconds": seconds, "ratio to sweep.stack=1": {n: round(each, 3) for n, each in ratios.items()}}
+        print(task, found[task], flush=True)
     return found
 
 
@@ -117,7 +155,12 @@ def search() -> dict[str, Any]:
     }
 
 
-PARTS: dict[str, Callable[[], dict[str, Any]]] = {"jobs": jobs, "enumerate": enumerate_many, "search": search}
+PARTS: dict[str, Callable[[], dict[str, Any]]] = {
+    "jobs": jobs,
+    "stack": stack,
+    "enumerate": enumerate_many,
+    "search": search,
+}
 
 
 def main() -> None:
