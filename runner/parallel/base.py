@@ -89,6 +89,10 @@ class Parallel:
         compile_in_place(model, session.compile)
         return model
 
+    def of_one_run(self) -> Parallel:
+        """Return the mode that computes the same without other runs."""
+        return self
+
     def batches(self, model: torch.nn.Module, after_step: int) -> Iterator[Any]:
         """Yield the micro-batches of this process for all steps after `after_step`; see `Session.batches`."""
         return self._session.batches(model, after_step)

@@ -76,8 +76,6 @@ def run_sweep(
         ledger.num_jobs, ledger.complete = len(source), False
         ledger.metrics = {each.tag: each.goal for each in objectives if engine.metric is not None}
         print(f"{len(source):,} job{'s' * (len(source) != 1)}", file=sys.stderr)
-        for why in dict.fromkeys(planner.remarks):
-            print(f"sweep.stack={engine.stack}: jobs are computed one by one, as {why}", file=sys.stderr)
         display = Display(len(source), jobs.swept)
         with engine.connect(len(source), ledger.path) as pool, closing(display):
             codes = Scheduler(source, pool, ledger, engine, display).run(stop)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ast
+import functools
 from collections.abc import Collection
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from runner.config.options import chosen_option
+from runner.config.user_code import Hooks, given
 from runner.parallel.base import Parallel
 from runner.profiler import Profiler
 from runner.run import Run
@@ -41,10 +45,42 @@ def rest_of(config: dict[str, Any], free: Collection[str], path: str = "") -> di
     return rest
 
 
+@functools.cache
+def shared_state(path: str) -> str:
+    """Return what in a file of the user's would be shared by runs in one process, and may change; empty if nothing.
+
+    These are hooks, which may change anything, and names at its top level that are neither a function, a class, a
+    constant, nor what the runner copies for each run.
+    """
+    names: list[str] = []
+    for node in ast.parse(Path(path).read_bytes()).body:
+        if isinstance(node, ast.FunctionDef) and node.name in Hooks._fields:
+            return f"{node.name}() may change anything of a run"
+        if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign) and not _is_constant(node.value):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names += [ast.unparse(each) for each in targets]
+    tree = ast.walk(ast.parse(Path(path).read_bytes()))
+    names += [name for node in tree if isinstance(node, ast.Global) for name in node.names]
+    found = next((name for name in names if name not in COPIED and not name.startswith("__")), "")
+    return f"{found} in {Path(path).name} would be shared by the runs" if found else ""
+
+
+def _is_constant(node: ast.expr | None) -> bool:
+    allowed = ast.Constant | ast.Tuple | ast.UnaryOp | ast.BinOp | ast.Name | ast.Attribute | ast.expr_context
+    allowed |= ast.operator | ast.unaryop
+    return node is None or all(isinstance(each, allowed) for each in ast.walk(node))
+
+
+COPIED = ("model", "loss")
+"""The objects at the top level of a file that each run copies."""
+
+
 def why_alone(run: Run) -> str:
     """Return why `run` can only be computed alone; empty if it may be computed together with others."""
     if type(run.parallel) is not Parallel:
         return f"parallel={chosen_option('parallel', run.parallel)} divides a run among processes or devices"
+    if given().objects:
+        return "objects that are passed may be shared by the runs of a process"
     if run.compile:
         return f"compile={run.compile} compiles each run by itself"
     if run.workload.has_steps:

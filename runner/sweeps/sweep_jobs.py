@@ -9,6 +9,7 @@ import itertools
 import json
 import math
 import os
+import sys
 from collections import Counter
 from collections.abc import Collection, Iterator
 from contextlib import suppress
@@ -28,13 +29,13 @@ from runner.config.options import groups_in_defaults, option_files
 from runner.config.overrides import is_sweep_option, override_key, override_value, quoted
 from runner.config.schema import build, load_class
 from runner.config.sweep_functions import MAX_JOBS
-from runner.config.user_code import is_file
+from runner.config.user_code import is_file, typed_files
 from runner.run import build_run, config_hash
 from runner.storage.run_directory import job_name
 from runner.sweeps.engines.base import Demand, Engine, Job
 from runner.sweeps.ledger import SHARED_KEYS, console_file
 from runner.sweeps.search_space import Dimension
-from runner.sweeps.stacking import free_keys, is_free, rest_of, why_alone
+from runner.sweeps.stacking import free_keys, is_free, rest_of, shared_state, why_alone
 from runner.sweeps.sweep_values import interval_of, parse_zip, words_of
 from runner.workloads.base import Workload
 
@@ -234,8 +235,7 @@ class Planner:
         """What is the same for jobs with the same `shared_overrides`."""
         self._configs: dict[tuple[str, ...], dict[str, Any] | None] = {}
         self.path = Path()
-        self.remarks: list[str] = []
-        """Why some jobs are not computed together, though `sweep.stack` asks for it."""
+        self._remarks = set[str]()
         self.config = self._first_config()
 
     @property
@@ -260,11 +260,21 @@ class Planner:
         arguments = [*overrides, *where, "resume=auto", *flags]
         known = hashlib.sha256(json.dumps([config_hash, overrides]).encode()).hexdigest()[:12]
         about = {"overrides": overrides, "directory": directory, "config_hash": known}
+        files = [file.path for file in typed_files(overrides).values()] if stack_key else []
+        if why := next(filter(None, map(shared_state, files)), ""):
+            stack_key = ""
+            self._remark(why)
         if stack_key:
             others = [word for word in overrides if not is_free(override_key(word), free)]
             others = [word for word in others if word not in key]  # which are in the config that the key has
             about["stack_key"] = json.dumps([stack_key, others])
         return Job(number, arguments, console, demand, **about)
+
+    def _remark(self, why: str) -> None:
+        """Say, once, why jobs are not computed together, though `sweep.stack` asks for it."""
+        if why not in self._remarks:
+            self._remarks.add(why)
+            print(f"sweep.stack={self._jobs.engine.stack}: jobs are computed one by one, as {why}", file=sys.stderr)
 
     def has_key(self, groups: list[str], key: str) -> bool:
         """Return whether the config composed from overrides of groups has the dotted `key`; True if there is none."""
@@ -312,7 +322,7 @@ class Planner:
         engine, stack_key, free = self._jobs.engine, "", free_keys(run.workload)
         if engine.stack != 1:
             if why := why_alone(run):
-                self.remarks.append(why)
+                self._remark(why)
             else:
                 stack_key = json.dumps(rest_of(run.config, free), sort_keys=True, default=str)
         return _Base(config_hash(run.config), demand, stack_key, free)

@@ -76,6 +76,8 @@ def prove(run: Run, session: Session) -> None:
     Raises:
         ConfigError: if they differ by more than rounding, or only a single device can compute the step.
     """
+    run = copy.copy(run)
+    run.parallel = run.parallel.of_one_run()
     ways = _ways(run, session)
     if not ways or not _is_due(run):
         return

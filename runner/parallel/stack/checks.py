@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import copy
+import operator
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.nn.modules.dropout import _DropoutNd
 
 from runner.data.base import copied
-from runner.parallel.attributes import plain_values, plain_values_kept
 from runner.parallel.buffers import buffers_kept
 from runner.parallel.stack.member import Request
+from runner.seeds import random_states, set_random_states
 from runner.system.trees import Tree, leaves_of
 
 _ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2}
@@ -37,21 +40,78 @@ def alone(request: Request) -> Tree:
 
 
 def carried(request: Request) -> str:
-    """Return the name of what a pass changes that is neither a parameter nor a buffer of the network; else empty."""
-    names = ["the network", "the loss"]
-    modules = request.member.modules(request.model)
-    plain, buffers = [*map(plain_values, modules)], [copied(dict(each.named_buffers())) for each in modules]
-    with ExitStack() as kept:
-        for each in modules:
-            kept.enter_context(plain_values_kept(each))
-        with buffers_kept(modules):
-            request.member.pass_of(request, request.model, copied(request.batch))
-            changed = [different(dict(each.named_buffers()), old) for each, old in zip(modules, buffers, strict=True)]
-        for name, each, old, buffer in zip(names, modules, plain, changed, strict=False):
-            values = [key for key, value in plain_values(each).items() if value != old.get(key)]
-            if values or (buffer and each is not request.model):
-                return f"{(values or [buffer])[0]} of {name}"
-    return ""
+    """Return in words what a pass leaves behind, or uses, that the runs would have in common; empty if nothing.
+
+    Parameters and buffers of the network are each run's own. What the pass has changed is changed back.
+    """
+    modules, devices = request.member.modules(request.model), request.member.devices
+    for each in modules:
+        if names := [name or type(part).__name__ for name, part in each.named_modules() if _has_hooks(part)]:
+            return f"{names[0]} has hooks, which may have a state of their own"
+    random = random_states(devices)
+    buffers = [copied(dict(each.named_buffers())) for each in modules]
+    with attributes_kept(modules) as changed, buffers_kept(modules):
+        request.member.pass_of(request, request.model, copied(request.batch))
+        names = changed()
+        if modules[1:] and (name := different(dict(modules[1].named_buffers()), buffers[1])):
+            names.append(name)
+    drawn = [name for name, state in random_states(devices).items() if not state.equal(random[name])]
+    set_random_states(random, devices)
+    if host := [name for name in drawn if name in ("random", "numpy")]:
+        return f"a pass draws from {host[0]}, and the runs would draw the same"
+    return f"a pass changes {names[0]}, which the runs would have in common" if names else ""
+
+
+def _has_hooks(module: torch.nn.Module) -> bool:
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    hooks = [hook for kind in kinds for hook in vars(module).get(kind, {}).values()]
+    return any(not getattr(hook, "__module__", "").startswith("runner.") for hook in hooks)
+
+
+@contextmanager
+def attributes_kept(modules: Sequence[torch.nn.Module]) -> Iterator[Callable[[], list[str]]]:
+    """A context at whose end attributes of modules are those of before; it gives a function that names changed ones."""
+    parts = [(name, part) for each in modules for name, part in each.named_modules()]
+    before = [(name, part, {**vars(part)}, _contents(part)) for name, part in parts]
+
+    def changed() -> list[str]:
+        return [
+            f"{name}.{key}".lstrip(".")
+            for name, part, own, contents in before
+            for key, value in vars(part).items()
+            if key not in own or value is not own[key] or (key in contents and not _same(value, contents[key]))
+            if key not in own or type(value) not in _PLAIN or value != own[key]
+        ]
+
+    try:
+        yield changed
+    finally:
+        for _, part, own, contents in before:
+            vars(part).clear()
+            vars(part).update(own)
+            for key, content in contents.items():
+                _refill(own[key], content)
+
+
+_PLAIN = (bool, int, float, str)
+
+
+def _contents(module: torch.nn.Module) -> dict[str, Any]:
+    """Return copies of the lists, dicts and sets in attributes, but for those of torch."""
+    return {k: copy.copy(v) for k, v in vars(module).items() if k[0] != "_" and isinstance(v, list | dict | set)}
+
+
+def _same(value: Any, content: Any) -> bool:
+    if isinstance(value, list):
+        return len(value) == len(content) and all(map(operator.is_, value, content))
+    if isinstance(value, dict):
+        return value.keys() == content.keys() and all(value[key] is content[key] for key in value)
+    return value == content
+
+
+def _refill(value: Any, content: Any) -> None:
+    value.clear()
+    (value.extend if isinstance(value, list) else value.update)(content)
 
 
 def rounding(request: Request) -> float:
@@ -63,15 +123,18 @@ def different(ours: Tree, theirs: Tree, rounding: float = 0.0) -> str:
     """Return the name of the first tensor that differs by more than `rounding`; empty if none does."""
     wanted = dict(leaves_of(theirs))
     # Of all gradients: some are zero but for rounding, such as that of a bias before a batch normalization.
-    largest = max(
-        [float(g.abs().max()) for n, g in wanted.items() if n.startswith("gradients.") and g.numel()], default=0.0
-    )
+    gradients = [each for name, each in wanted.items() if name.startswith("gradients.") and each.numel()]
+    largest = max((float(each.abs().max()) for each in gradients), default=0.0)
     for name, our in leaves_of(ours):
         their = wanted.pop(name, None)
         if not isinstance(our, torch.Tensor):
             continue
         if not isinstance(their, torch.Tensor) or our.shape != their.shape:
             return name
+        if not our.is_floating_point() and not our.is_complex():
+            if not our.equal(their):
+                return name
+            continue
         if not our.numel() or not bool(their.isfinite().all()):
             continue
         scale = largest if name.startswith("gradients.") else float(their.abs().max())

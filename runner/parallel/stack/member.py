@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn.modules.dropout import _DropoutNd
 
 from runner.batching import MicroBatch
 from runner.config import user_code
@@ -53,7 +54,10 @@ class StackMember(Parallel):
         seat = own_seat()
         assert seat is not None
         self._seat, self._random = seat, dict[str, torch.Tensor]()
-        self._own_turn: OwnTurn | None = None  # if code of the user's may draw random numbers between passes
+        self._own_turn: OwnTurn | None = None  # if passes that are computed alone may draw random numbers
+
+    def of_one_run(self) -> Parallel:
+        return Parallel()
 
     def batches(self, model: torch.nn.Module, after_step: int) -> Iterator[Any]:
         acting: Any = _Acting(model, lambda *inputs: self._infer(model, inputs))
@@ -74,10 +78,10 @@ class StackMember(Parallel):
         return super().local_state(model, optimizer)
 
     def _asked(self, request: Request) -> Any:
-        devices = self._session.devices
         if not self._random:
-            self._random = random_states(devices)
-            self._own_turn = OwnTurn(devices) if user_code.given().names() else None
+            self._random = random_states(self.devices)
+            has_dropout = any(isinstance(each, _DropoutNd) for each in request.model.modules())
+            self._own_turn = OwnTurn(self.devices) if has_dropout or user_code.given().names() else None
         if self._own_turn is not None:
             self._own_turn.end()
         # These belong to the thread, which runs have in common.

@@ -9,7 +9,16 @@ from typing import Any
 import torch
 from torch.func import functional_call, vmap
 
-from runner.parallel.stack.checks import alone, carried, different, dropout_off, place, rounding, seconds
+from runner.parallel.stack.checks import (
+    alone,
+    attributes_kept,
+    carried,
+    different,
+    dropout_off,
+    place,
+    rounding,
+    seconds,
+)
 from runner.parallel.stack.member import ALONE, Request
 from runner.parallel.stack.weights import Weights
 from runner.seeds import random_states, set_random_states
@@ -88,8 +97,8 @@ class Stack:
         random = random_states(devices)
         with dropout_off([each.model for each in requests]):
             for each in requests:
-                if name := carried(each):
-                    return f"a pass changes {name}, which the runs would have in common"
+                if why := carried(each):
+                    return why
             stacked, single = self._computed(requests, keep=False), [alone(each) for each in requests]
         draws = any(not now.equal(random[name]) for name, now in random_states(devices).items())
         for ours, theirs in () if draws else zip(stacked, single, strict=True):
@@ -129,7 +138,8 @@ class Stack:
             return tensors_of(found), own
 
         together = vmap(of_one, randomness="different")
-        found, buffers = together(parameters | trained, buffers, batches)
+        with attributes_kept([first.model]):  # also if it fails: what `vmap` computes with must not stay
+            found, buffers = together(parameters | trained, buffers, batches)
         if not is_training:
             return [_filled(form[0], rows) for rows in zip(*(each.unbind(0) for each in found), strict=True)]
         weights = found[0].new_tensor([each.weight for each in requests])

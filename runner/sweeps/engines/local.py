@@ -144,6 +144,7 @@ class LocalPool(Pool):
             self._gpus = sorted([*self._gpus, *running.gpus])
             running.process.close()
             if running.files:
+                running.files.pass_on(running.jobs)
                 running.files.remove()
             for each in running.jobs:
                 # SIGTERM: before it had a handler for the signal

@@ -66,6 +66,15 @@ class StackFiles(NamedTuple):
     def ask_to_stop(self, numbers: Collection[int]) -> None:
         write_text(self.stop, json.dumps([*numbers]))
 
+    def pass_on(self, numbers: Collection[int]) -> None:
+        """Append what the process has printed to the console files of the jobs that have ended with it."""
+        with suppress(OSError, ValueError):
+            printed = self.console.read_text(errors="backslashreplace")
+            for job in json.loads(self.jobs.read_text())["jobs"]:
+                if job["number"] in numbers:
+                    with Path(job["console"]).open("a", encoding="utf-8") as console:
+                        console.write(printed)
+
     def remove(self) -> None:
         for path in (self.jobs, self.codes, self.stop):
             path.unlink(missing_ok=True)

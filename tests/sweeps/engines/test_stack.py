@@ -16,7 +16,8 @@ from helpers.events import MEASURED, scalar_curves
 from helpers.plain_loop import largest_difference
 from helpers.runs import newest_checkpoint
 
-TASK = f"workload={ROOT / 'tests' / 'helpers' / 'stack_task.py'}"
+FILES = ROOT / "tests" / "helpers" / "stacks"
+TASK = f"workload={FILES / 'strange.py'}"
 DOUBLE = ("device=cpu", "device.threads=1", "precision=64", "log_every=2", "sweep.slots=1")
 FEW = ("steps=9", "eval_every=4", "save_every=4")
 AGENT = (
@@ -102,7 +103,7 @@ def test_runs_in_a_stack_are_as_if_alone(words, tmp_path):
     assert_same_runs(stacked, sweep(tmp_path / "alone", 1, *words)[0])
 
 
-REFUSED = ROOT / "tests" / "helpers" / "stack_refused.py"
+REFUSED = FILES / "reads_a_value.py"
 
 
 def test_code_that_vmap_cannot_take_is_computed_one_by_one_and_named(tmp_path):
@@ -117,13 +118,45 @@ def test_code_that_vmap_cannot_take_is_computed_one_by_one_and_named(tmp_path):
     assert_same_runs(stacked, sweep(tmp_path / "alone", 1, *words)[0])
 
 
-@pytest.mark.parametrize(
-    ("file", "what"), [("stack_counter.py", "calls of the network"), ("stack_loss.py", "seen of the loss")]
-)
-def test_what_a_pass_leaves_behind_is_not_shared(file, what, tmp_path):
-    words = (f"workload={ROOT / 'tests' / 'helpers' / file}", "batch_size=8", *FEW, "seed=0,1,2")
+LEFT_BEHIND = {
+    "counter.py": "a pass changes calls, which",
+    "loss.py": "a pass changes seen, which",
+    "list.py": "a pass changes means, which",
+    "kept.py": "a pass changes activations, which",
+    "drawn.py": "a pass draws from random, and",
+    "hook.py": "layer has hooks, which",
+}
+
+
+@pytest.mark.parametrize("file", LEFT_BEHIND)
+def test_what_a_pass_leaves_behind_is_not_shared(file, tmp_path):
+    words = (f"workload={FILES / file}", "batch_size=8", *FEW, "seed=0,1,2")
     stacked, _ = sweep(tmp_path / "stacked", 3, *words)
-    assert all(f"one by one: a pass changes {what}" in (each / "log.txt").read_text() for each in stacked)
+    assert all(f"one by one: {LEFT_BEHIND[file]}" in (each / "log.txt").read_text() for each in stacked)
+    assert_same_runs(stacked, sweep(tmp_path / "alone", 1, *words)[0])
+
+
+@pytest.mark.parametrize(
+    ("file", "why"),
+    [
+        ("with_hook.py", "after_step() may change anything of a run"),
+        ("with_global.py", "scale in with_global.py would be"),
+    ],
+)
+def test_code_with_a_state_of_its_own_has_a_process_for_each_run(file, why, tmp_path):
+    words = (f"workload={FILES / file}", "batch_size=8", *FEW, "optimizer.lr=0.01,0.05")
+    stacked, console = sweep(tmp_path / "stacked", 3, *words)
+    assert f"sweep.stack=3: jobs are computed one by one, as {why}" in console
+    assert " together" not in console
+    assert_same_runs(stacked, sweep(tmp_path / "alone", 1, *words)[0])
+
+
+def test_accumulation_of_own_code_is_proved_and_computed_together(tmp_path):
+    words = (f"workload={FILES / 'plain.py'}", "batch_size=8", *FEW, "accumulation=2", "seed=0,1")
+    stacked, console = sweep(tmp_path / "stacked", 3, *words)
+    assert "2 together" in console
+    logs = [(each / "log.txt").read_text() for each in stacked]
+    assert all("proof: the first step is that of a single device" in each and "one by one" not in each for each in logs)
     assert_same_runs(stacked, sweep(tmp_path / "alone", 1, *words)[0])
 
 
@@ -176,6 +209,15 @@ def test_a_run_of_a_stack_resumes_alone_in_another_mode(tmp_path):
         assert code == 0, console
     ours, theirs = outcome(stacked[1]), outcome(tmp_path / "one")
     assert largest_difference(ours["weights"], theirs["weights"]) < 1e-12
+
+
+def test_what_ends_the_process_of_a_stack_is_said_for_each_run(tmp_path):
+    words = (f"workload={FILES / 'exits.py'}", "batch_size=8", *FEW, "seed=0,1")
+    _, console = sweep(tmp_path, 2, *words, code=1)
+    for number in (0, 1):
+        assert f"job {number}: seed={number}: crashed" in console
+        [printed] = tmp_path.glob(f"outputs/sweeps/*/*/console/00{number}.txt")
+        assert "the last words\n" in printed.read_text()
 
 
 def test_only_runs_that_differ_in_numbers_are_computed_together(tmp_path):

@@ -1,9 +1,11 @@
-"""The network of `stack_refused` with a scale that depends on how often it was called, in an attribute."""
+"""A network that ends the process in the fifth call of its forward pass."""
+
+import os
 
 import torch
 from torch import nn
 
-from helpers.stack_refused import data
+from helpers.stacks.plain import data
 
 __all__ = ["data", "model"]
 
@@ -14,8 +16,11 @@ class Network(nn.Module):
         self.layer, self.calls = nn.Linear(6, 3), 0
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        self.calls += self.training
-        return self.layer(inputs) / self.calls
+        self.calls += 1
+        if self.calls == 5:
+            os.write(2, b"the last words\n")
+            os._exit(1)
+        return self.layer(inputs)
 
 
 def model() -> nn.Module:

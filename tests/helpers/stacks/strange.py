@@ -1,8 +1,5 @@
-"""A task whose network nobody would write, and whose hook draws from every generator, for runs in a stack."""
+"""A task whose network nobody would write, for runs in a stack."""
 
-import random
-
-import numpy as np
 import torch
 from torch import nn
 
@@ -16,9 +13,11 @@ class Network(nn.Module):
         self.head = nn.Linear(8, 3)
         self.register_buffer("mean", torch.zeros(()))
         self.register_buffer("passes", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("mask", torch.tensor([True] * 7 + [False]))
+        self.register_buffer("mask", torch.tensor([True] * 7 + [False]))
 
     def forward(self, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-        hidden = self.norm(self.first(torch.cat((first, second), 1)) * self.frozen)
+        hidden = self.norm(self.first(torch.cat((first, second), 1)) * self.frozen * self.mask)
         if self.training:
             self.mean = 0.9 * self.mean + 0.1 * hidden.detach().abs().mean()
             self.passes += 1
@@ -40,7 +39,3 @@ def loss(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, to
     weights = 1.0 + targets
     each = nn.functional.cross_entropy(outputs, targets, reduction="none")
     return (each * weights).sum(), weights.sum()
-
-
-def after_step(state) -> None:
-    state.log("drawn", random.random() + np.random.random() + torch.rand(()).item())

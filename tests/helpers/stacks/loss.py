@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from helpers.stack_refused import data
+from helpers.stacks.plain import data
 
 __all__ = ["data", "loss", "model"]
 

@@ -1,0 +1,1 @@
+"""Files of users, for runs in a stack."""
