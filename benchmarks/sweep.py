@@ -34,12 +34,22 @@ SEARCH = (
     "optimizer.weight_decay=tag(log,interval(1e-6,1e-1))",
 )
 STACKED = {
-    "layers": ("model=qnet", "data.size=8", "optimizer=adamw", "optimizer.lr=0.001", "epochs=50", "save_every=0"),
+    "layers": (
+        "model=qnet",
+        "data.size=8",
+        "optimizer=adamw",
+        "optimizer.lr=0.001",
+        "steps=1500",
+        "eval_every=500",
+        "save_every=0",
+    ),
     "convolutions": ("model=tiny", "data.size=8", "epochs=5", "save_every=0"),
     "agents": (
         *(
             "workload=dqn",
-            "workload.env_steps=20000",
+            "workload.env_steps=8000",
+            "workload.eval_episodes=10",
+            "save_every=0",
             "model.hidden=[120,84]",
             "optimizer.lr=2.5e-4",
             "schedule=constant",

@@ -44,10 +44,9 @@ class Seat:
     ):
         from greenlet import greenlet  # optional
 
-        self.number, self.request, self.code = number, None, None
-        self.common = {} if common is None else common
-        self.request: Any
-        self.code: int | None
+        self.number, self.common = number, {} if common is None else common
+        self.request: Any = None
+        self.code: int | None = None
         self._answer: Any = None
         self._requests: list[signals.StopRequest] = []
         self._greenlet, self._main = greenlet(self._run), main

@@ -98,13 +98,11 @@ class StackMember(Parallel):
 
     # For the stack
 
-    def say(self, level: int, text: str, *values: Any) -> None:
-        """Log a message in the log of the run."""
+    def warn(self, text: str, *values: Any) -> None:
+        """Log a warning in the log of the run."""
         self._seat.exchange()
-        try:
-            log.log(level, text, *values)
-        finally:
-            self._seat.exchange()
+        log.warning(text, *values)
+        self._seat.exchange()
 
     @property
     def devices(self) -> list[torch.device]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -88,7 +87,7 @@ class Stack:
         self._alone.add(kind)
         for each in requests:
             what = "training" if each.weight is not None else "evaluations"
-            each.member.say(logging.WARNING, "%s: the runs of the stack are computed one by one: %s", what, why)
+            each.member.warn("%s: the runs of the stack are computed one by one: %s", what, why)
         return one_by_one
 
     def _why_alone(self, requests: list[Request]) -> str:
