@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -44,13 +45,22 @@ class ArraySamples(Samples):
     def batches(self, micros: Iterable[MicroBatch], seed: int, device: torch.device) -> Iterator[Batch]:
         self._move(device)
         order = SampleOrder(len(self), seed, device, self.weights)
-        for micro in micros:
-            indices = order.indices(micro.start, micro.stop)
+        most = _TOGETHER // max(1, sum(each[0].numel() for each in tensors_of(self._parts())))
+        for group in _groups(micros, most):
+            bounds = [(micro.start, micro.stop) for micro in group]
+            parts = [order.indices(*each) for each in bounds]
+            indices, epochs = _joined(parts), _joined([order.epochs(*each) for each in bounds])
+            draws = _joined([order.draws(*each, part) for each, part in zip(bounds, parts, strict=True)])
             take = partial(torch.Tensor.index_select, dim=0, index=indices)
             inputs, targets = map_tensors(take, self._parts())
-            draws = order.draws(micro.start, micro.stop, indices)
-            inputs = self._augmented(self._normalized(inputs), order, micro, draws)  # the first ones take memory
-            yield Batch(inputs, targets)
+            inputs = self._augmented(self._normalized(inputs), seed, epochs, draws)  # the first ones take memory
+            batch = Batch(inputs, targets)
+            if len(group) == 1:
+                yield batch
+                continue
+            ends = [*itertools.accumulate(map(len, parts))]
+            for first, last in zip([0, *ends], ends, strict=False):
+                yield copied(rows_of(batch, first, last))  # in memory of its own, aligned as if it were alone
 
     def in_order(self, batch_size: int, shard: tuple[int, int], device: torch.device) -> Iterator[Batch]:
         self._move(device)
@@ -87,8 +97,33 @@ class ArraySamples(Samples):
     def _normalized(self, inputs: Tree) -> Tree:
         return inputs
 
-    def _augmented(self, inputs: Tree, order: SampleOrder, micro: MicroBatch, draws: torch.Tensor) -> Tree:
+    def _augmented(self, inputs: Tree, seed: int, epochs: torch.Tensor, draws: torch.Tensor) -> Tree:
         return inputs
+
+
+_TOGETHER = 1 << 16
+"""So many numbers of a data set are prepared at once: the calls for a small micro-batch take longer than its step."""
+
+
+def _groups(micros: Iterable[MicroBatch], most: int) -> Iterator[list[MicroBatch]]:
+    """Yield `micros` in groups of at most `most` samples, but of one at least."""
+    group, count = list[MicroBatch](), 0
+    for micro in micros:
+        size = micro.stop - micro.start
+        if group and count + size > most:
+            yield group
+            group, count = [], 0
+        group.append(micro)
+        count += size
+        if count + size > most:  # without asking for the next
+            yield group
+            group, count = [], 0
+    if group:
+        yield group
+
+
+def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 @dataclass(eq=False, repr=False)
@@ -113,12 +148,9 @@ class TensorSamples(ArraySamples, LabeledSamples):
         super().__post_init__()
         self.num_classes = len(self.class_names)
 
-    def _augmented(
-        self, inputs: torch.Tensor, order: SampleOrder, micro: MicroBatch, draws: torch.Tensor
-    ) -> torch.Tensor:
+    def _augmented(self, inputs: torch.Tensor, seed: int, epochs: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
         if not (self.flip or self.crop or self.augment):
             return inputs
-        seed, epochs = order.seed, order.epochs(micro.start, micro.stop)
         if self.flip or self.crop:
             inputs = _shift_and_flip(inputs, uniforms(seed, epochs, draws, 3), self.crop, self.flip, self._black)
         if self.augment:

@@ -72,6 +72,19 @@ def test_floats_and_bytes_give_the_same_batches_and_pictures():
         torch.testing.assert_close(a, b, rtol=0, atol=2e-6)
 
 
+@pytest.mark.parametrize("size", [4, 60, 200])
+def test_small_batches_are_prepared_together_and_each_may_be_changed_in_place(size):
+    """Of 4² and 60² pixels, several are; of 200², none."""
+    samples = pool(height=size, width=size, crop=2, flip=True)
+    wanted = [take(samples, Plan(3), step, 1)[0] for step in range(9)]
+    for (inputs, targets), (wanted_inputs, wanted_targets) in zip(take(samples, Plan(3), 0, 9), wanted, strict=True):
+        assert torch.equal(inputs, wanted_inputs)
+        assert torch.equal(targets, wanted_targets)
+        assert inputs.untyped_storage().nbytes() == 4 * inputs.numel()
+        inputs.zero_()
+        targets.zero_()
+
+
 @pytest.mark.parametrize(("accumulation", "world_size"), [(3, 1), (2, 3)])
 def test_batches_do_not_depend_on_how_they_are_divided(accumulation, world_size):
     samples = pool(height=16, width=16, crop=2, flip=True, augment=AUGMENT)
