@@ -112,43 +112,32 @@ class Classifier(CrossEntropyWorkload[LabeledSamples]):
     def evaluate(
         self, infer: Callable[[torch.Tensor], torch.Tensor], shard: tuple[int, int], device: torch.device
     ) -> MetricSums:
-        num_classes = self.held_out.num_classes
-        matrix = num_classes if num_classes <= _MAX_CLASSES else 0
         sums = {"loss": torch.zeros((), dtype=sum_dtype(device), device=device)}
         # `predictions` and `targets` are the class index plus 1 of each sample of the shard that could be read, and 0
         # for all others; `confidence` is in 1/1000, so that a rounding error does not change which are shown.
-        shapes = dict.fromkeys(("correct", "top5", "count"), ()) | {"confusion": (matrix * matrix,)}
-        shapes |= {"class_counts": (3, num_classes)}
-        shapes |= dict.fromkeys(("predictions", "targets", "confidence"), (len(self.held_out),))
+        shapes = {"top5": ()} | dict.fromkeys(("predictions", "targets", "confidence"), (len(self.held_out),))
         sums |= {name: torch.zeros(shape, dtype=torch.int64, device=device) for name, shape in shapes.items()}
         tally = self.extra.start(device)
         for indices, batch in self.held_out.in_order_with_indices(self.eval_batch_size, shard, device):
             outputs, _ = comparable(infer(batch.inputs), batch.targets)
-            predicted, probabilities = outputs.argmax(1), outputs.softmax(1)
             sums["loss"] += torch.nn.functional.cross_entropy(outputs, batch.targets, reduction="sum")
-            sums["correct"] += (predicted == batch.targets).sum()
             if self.top5:
                 # Of equal outputs, the first ones, as in `argmax`.
                 best = outputs.sort(dim=1, descending=True, stable=True).indices[:, :5]
                 sums["top5"] += (best == batch.targets[:, None]).sum()
-            sums["count"] += len(batch.targets)
-            if any(name in OF_COUNTS for name in self._names):
-                sums["class_counts"] += class_counts(predicted, batch.targets, num_classes)
-            if matrix:
-                sums["confusion"] += torch.bincount(batch.targets * matrix + predicted, minlength=matrix * matrix)
-            sums["predictions"][indices] = predicted + 1
+            sums["predictions"][indices] = outputs.argmax(1) + 1
             sums["targets"][indices] = batch.targets + 1
-            sums["confidence"][indices] = (1000 * probabilities.amax(1)).round().long()
+            sums["confidence"][indices] = (1000 * outputs.softmax(1).amax(1)).round().long()
             tally.update(outputs, batch.targets)
         return sums | tally.sums()
 
     def summarize(self, sums: MetricSums) -> dict[str, float]:
-        count = int(sums["count"])
-        if not count:
+        predicted, targets = _read(sums)
+        if not (count := len(targets)):
             raise DataError("the held-out images", "none of them can be read", "check that they are images")
-        means = {"loss": float(sums["loss"]) / count, "accuracy": int(sums["correct"]) / count}
+        means = {"loss": float(sums["loss"]) / count, "accuracy": int((predicted == targets).sum()) / count}
         means |= {"top5_accuracy": int(sums["top5"]) / count} if self.top5 else {}
-        counts = sums["class_counts"].cpu().double()
+        counts = class_counts(predicted, targets, self.held_out.num_classes).double()
         means |= {name: float(OF_COUNTS[name](*counts)) for name in self._names if name in OF_COUNTS}
         return means | self.extra.compute(sums, sums["loss"].device)
 
@@ -165,8 +154,11 @@ class Classifier(CrossEntropyWorkload[LabeledSamples]):
         return {"classes": classes, "confusion": counts.tolist()}
 
     def _confusion(self, sums: MetricSums) -> torch.Tensor | None:
-        num_classes = math.isqrt(len(sums["confusion"]))
-        return sums["confusion"].cpu().view(num_classes, num_classes) if num_classes else None
+        num_classes, (predicted, targets) = self.held_out.num_classes, _read(sums)
+        if num_classes > _MAX_CLASSES:
+            return None
+        counts = torch.bincount(targets * num_classes + predicted, minlength=num_classes**2)
+        return counts.view(num_classes, num_classes)
 
     def vote(self, outputs: torch.Tensor) -> torch.Tensor:
         """Return the logarithm of the mean of the models' class probabilities, [n, num_classes]."""
@@ -192,3 +184,9 @@ class Classifier(CrossEntropyWorkload[LabeledSamples]):
             images["eval/confusion"] = confusion_matrix(counts, names)
             images["eval/class_accuracy"] = class_shares(counts, names)
         return images
+
+
+def _read(sums: MetricSums) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the predicted and the true classes of the samples that could be read, int64 [n] on the CPU."""
+    predictions, targets = sums["predictions"].cpu(), sums["targets"].cpu()
+    return predictions[targets > 0] - 1, targets[targets > 0] - 1

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.compose import build_composed_run
-from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from runner.device import sum_dtype
@@ -29,15 +29,14 @@ class WithoutFloat64(TorchDispatchMode):
         return result
 
 
-IMAGES = ("model=tiny", "data=synthetic", "data.size=8", "data.num_classes=1100", "data.num_samples=90")
-"""With this many classes, evaluations compute no confusion matrix, whose size fake tensors do not know."""
-
-
 @pytest.mark.skipif(torch.__version__ < "2.14", reason="torch 2.11 refuses to ask `lazy` for its memory")
 @pytest.mark.parametrize(
     "overrides",
     [
-        (*IMAGES, "data.holdout=20", "workload.balance_classes=true", "ema.decay=0.5"),
+        (
+            *("model=tiny", "data=synthetic", "data.size=8", "data.num_samples=90", "data.holdout=20"),
+            *("workload.balance_classes=true", "ema.decay=0.5"),
+        ),
         ("workload=regression",),
         ("workload=dqn", "workload.normalize=true"),
     ],
@@ -56,7 +55,7 @@ def test_a_step_and_an_evaluation_need_no_float64(overrides, tmp_path):
         held_out.inputs, held_out.targets = mode.from_tensor(held_out.inputs), mode.from_tensor(held_out.targets)
         with torch.no_grad():
             sums = workload.evaluate(partial(run.parallel._infer, state.model), (0, 1), DEVICE)
-        with suppress(DataDependentOutputException):  # it needs values in the end
+        with suppress(DataDependentOutputException, DynamicOutputShapeException):  # it needs values in the end
             workload.summarize(sums)
 
 
