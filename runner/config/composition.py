@@ -247,6 +247,8 @@ def register_saved(config: Mapping[str, Any], groups: Collection[str], absent: C
         for entry in root.pop("defaults")
     ]
     store = ConfigStore.instance()
+    for options in (store.repo, *(store.repo.get(group, {}) for group in chosen)):
+        options.pop(f"{_SAVED}.yaml", None)  # of an earlier command in this process: Hydra 1.5 replaces no config
     for group, option in chosen.items():
         if option is not None:
             store.store(group=group, name=_SAVED, node=config[group])

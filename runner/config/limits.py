@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Annotated
 
-from runner.config.errors import check, see_comments
+from runner.config.errors import ConfigError, see_comments
 
 
 @dataclass(frozen=True)
@@ -45,4 +45,5 @@ def check_range(component: object, key: str, limits: Range) -> None:
     """
     value = getattr(component, key)
     word = "a whole number" if isinstance(value, int) else "a finite number"
-    check(value in limits, key, value, f"it must be {word} {limits}", see_comments(component))
+    if value not in limits:  # or each start would search the option files for the remedy
+        raise ConfigError(key, value, f"it must be {word} {limits}", see_comments(component))

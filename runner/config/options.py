@@ -100,8 +100,17 @@ def option_file(cls: type) -> str:
 
     If several files name the class, return their folder; if no file does, return the path of the root config.
     """
-    named = re.compile(rf"^ *_target_: {re.escape(f'{cls.__module__}.{cls.__qualname__}')}\b", re.MULTILINE)
-    found = [path for path in sorted(CONF.rglob("*.yaml")) if named.search(path.read_text(encoding="utf-8"))]
+    found = _files_by_target().get(f"{cls.__module__}.{cls.__qualname__}", [CONF / "config.yaml"])
     if len(found) > 1:
         return f"conf/{found[0].parent.relative_to(CONF).as_posix()}/"
-    return f"conf/{found[0].relative_to(CONF).as_posix()}" if found else "conf/config.yaml"
+    return f"conf/{found[0].relative_to(CONF).as_posix()}"
+
+
+@cache
+def _files_by_target() -> dict[str, list[Path]]:
+    """Return the files below conf/ that have a `_target_`, by its value."""
+    files: dict[str, list[Path]] = {}
+    for path in sorted(CONF.rglob("*.yaml")):
+        for target in {*re.findall(r"^ *_target_: ([\w.]+)", path.read_text(encoding="utf-8"), re.MULTILINE)}:
+            files.setdefault(target, []).append(path)
+    return files

@@ -30,7 +30,8 @@ class ConvNet(Model):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check(bool(self.channels), "channels", [], "there is at least one convolution", see_comments(self))
+        if not self.channels:
+            raise ConfigError("channels", [], "there is at least one convolution", see_comments(self))
         # Half a kernel keeps the image size; with more, some outputs would depend on nothing but zeros.
         check_range(self, "padding", Range(least=0, most=self.kernel_size // 2))
 

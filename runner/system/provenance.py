@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
 import shlex
@@ -76,6 +77,7 @@ def git(directory: Path, *words: str, timeout: float = 10) -> str:
     return subprocess.run(command, env=variables, capture_output=True, text=True, check=True, timeout=timeout).stdout
 
 
+@functools.cache  # a process that trains several runs has imported them once
 def versions() -> dict[str, Any]:
     """Return the versions of this project, Python, torch, CUDA, the system and `PACKAGES`; None for what is missing."""
     return {

@@ -10,7 +10,7 @@ import io
 import math
 import unicodedata
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -30,7 +30,7 @@ _SPELLED = str.maketrans({"→": "->", "–": "-", "×": "x", "ß": "ss", "æ": 
 
 def gif(frames: Iterable[torch.Tensor], seconds: float = 0.04) -> bytes:
     """Encode frames, each uint8 [3, height, width] on any device and shown for `seconds`, as a looping GIF."""
-    first, *rest = map(_to_pillow, frames)
+    first, *rest = (picture for frame in frames for picture in _to_pillow(frame[None]))
     buffer = io.BytesIO()
     first.save(buffer, "GIF", save_all=True, append_images=rest, duration=round(1000 * seconds), loop=0)
     return buffer.getvalue()
@@ -58,12 +58,12 @@ def grid(images: torch.Tensor, captions: Sequence[str], good: Sequence[bool] | N
     columns = max(1, math.ceil(math.sqrt(len(images))))
     rows = max(1, math.ceil(len(images) / columns))
     canvas, draw = _canvas(columns * cell_width + _GAP, rows * cell_height + _GAP)
-    for i, (image, text, color) in enumerate(zip(images, texts, colors, strict=True)):
+    for i, (image, text, color) in enumerate(zip(_to_pillow(images, (width, height)), texts, colors, strict=True)):
         left, top = _GAP + i % columns * cell_width, _GAP + i // columns * cell_height
-        canvas.paste(_to_pillow(image, (width, height)), (left + (cell - width) // 2, top))
+        canvas.paste(image, (left + (cell - width) // 2, top))
         draw.rectangle((left, top + height, left + cell - 1, top + height + strip - 1), color)
         center = (left + cell / 2, top + height + strip / 2)
-        draw.text(center, text, _WHITE, font(_FONT), anchor="mm", align="center", spacing=2)
+        _write(canvas, center, text, _WHITE, "mm")
     return to_tensor(canvas)
 
 
@@ -79,15 +79,15 @@ def class_shares(counts: torch.Tensor, class_names: Sequence[str], most: int = 4
     bar, row, top = 240, 20, 28
     canvas, draw = _canvas(margin + bar + 110, top + row * len(shares) + _GAP)
     title = "accuracy of each class" if len(shares) < most else f"the {most} classes with the lowest accuracy"
-    draw.text((margin, top / 2), title, _INK, font(_FONT), anchor="lm")
+    _write(canvas, (margin, top / 2), title, _INK, "lm")
     for number, (share, i) in enumerate(shares):
         y = top + row * number
-        draw.text((margin - 8, y + row / 2), names[i], _INK, font(_FONT), anchor="rm")
+        _write(canvas, (margin - 8, y + row / 2), names[i], _INK, "rm")
         draw.rectangle((margin, y + 3, margin + bar, y + row - 4), (232, 236, 241))
         if share:
             draw.rectangle((margin, y + 3, margin + round(share * bar), y + row - 4), _BAR)
         text = f"{100 * share:.1f} %  of {total[i]}"
-        draw.text((margin + bar + 8, y + row / 2), text, _INK, font(_FONT), anchor="lm")
+        _write(canvas, (margin + bar + 8, y + row / 2), text, _INK, "lm")
     return to_tensor(canvas)
 
 
@@ -106,17 +106,18 @@ def confusion_matrix(counts: torch.Tensor, class_names: Sequence[str]) -> torch.
     shares = counts / counts.sum(1, keepdim=True).clamp(min=1)  # avoids 0/0 for a class without samples
     white, darkest = (torch.tensor(color)[:, None, None] for color in (_WHITE, _DARKEST))
     shades = (white + (darkest - white) * shares.sqrt()).round().to(torch.uint8)
-    canvas.paste(_to_pillow(shades, (num_classes * cell, num_classes * cell)), (margin, margin))
+    [cells] = _to_pillow(shades[None], (num_classes * cell, num_classes * cell))
+    canvas.paste(cells, (margin, margin))
     for i, name in enumerate(names):
         middle = margin + (i + 0.5) * cell
-        draw.text((margin - 6, middle), name, _INK, font(_FONT), anchor="rm")
+        _write(canvas, (margin - 6, middle), name, _INK, "rm")
         _draw_upwards(draw, name, middle, margin - 6)
         for j, count in enumerate(counts[i].tolist()):
             color = _WHITE if shares[i, j] > 0.25 else _INK  # the square root is 0.5: half of the darkest blue
             text = str(count) if count < 100_000 else f"{count:.0e}"
-            draw.text((margin + (j + 0.5) * cell, middle), text, color, font(_FONT), anchor="mm")
+            _write(canvas, (margin + (j + 0.5) * cell, middle), text, color, "mm")
     draw.rectangle((margin - 1, margin - 1, end, end), outline=_INK)
-    draw.text(((margin + end) / 2, 4), "predicted", _INK, font(_FONT), anchor="mt")
+    _write(canvas, ((margin + end) / 2, 4), "predicted", _INK, "mt")
     _draw_upwards(draw, "true", 10, (margin + end) / 2)
     return to_tensor(canvas)
 
@@ -124,7 +125,8 @@ def confusion_matrix(counts: torch.Tensor, class_names: Sequence[str]) -> torch.
 def png(picture: torch.Tensor) -> bytes:
     """Return an image, uint8 [1 or 3, height, width], encoded as an RGB PNG."""
     buffer = io.BytesIO()
-    _to_pillow(picture).save(buffer, "PNG")
+    [image] = _to_pillow(picture[None])
+    image.save(buffer, "PNG", compress_level=3)  # half the time of Pillow's 6, for a tenth to a third more bytes
     return buffer.getvalue()
 
 
@@ -136,7 +138,34 @@ def _canvas(width: int, height: int) -> tuple[Image.Image, ImageDraw.ImageDraw]:
 
 
 def _longest(texts: Iterable[str]) -> int:
-    return math.ceil(max(map(font(_FONT).getlength, texts), default=0))
+    return math.ceil(max(map(_length, texts), default=0))
+
+
+@functools.lru_cache(2000)
+def _length(text: str) -> float:
+    return font(_FONT).getlength(text)
+
+
+def _write(
+    canvas: Image.Image, place: tuple[float, float], text: str, color: tuple[int, int, int], anchor: str
+) -> None:
+    """Draw `text` at (column, row) as `ImageDraw.text` does, in a fifth of its time if the text was drawn before."""
+    (x, column), (y, row) = map(math.modf, place)
+    mask, left, top = _pixels(text, anchor, x, y)
+    canvas.paste(color, (int(column) + left, int(row) + top), mask)
+
+
+@functools.lru_cache(2000)
+def _pixels(text: str, anchor: str, x: float, y: float) -> tuple[Image.Image, int, int]:
+    """Return `text` drawn at (x, y) as a mask, and the column and row of the mask's upper left pixel."""
+    from PIL import Image, ImageDraw
+
+    style: Any = {"font": font(_FONT), "anchor": anchor, "align": "center", "spacing": 2}
+    box = ImageDraw.Draw(Image.new("L", (1, 1))).textbbox((x, y), text, **style)
+    left, top, right, bottom = (round(edge) + border for edge, border in zip(box, (-2, -2, 2, 2), strict=True))
+    mask = Image.new("L", (right - left, bottom - top))
+    ImageDraw.Draw(mask).text((x - left, y - top), text, 255, **style)
+    return mask, left, top
 
 
 def _draw_upwards(draw: ImageDraw.ImageDraw, text: str, middle: float, bottom: float) -> None:
@@ -148,6 +177,7 @@ def _draw_upwards(draw: ImageDraw.ImageDraw, text: str, middle: float, bottom: f
     draw.text((round(middle - width / 2), round(bottom - height)), text, _INK, upwards)
 
 
+@functools.lru_cache(2000)
 def _truncated(text: str, width: int) -> str:
     """Return what fits of `text`, on one line and without accents: the font draws non-ASCII letters as boxes."""
     text = unicodedata.normalize("NFKD", " ".join(text.translate(_SPELLED).split()))
@@ -170,13 +200,13 @@ def font(size: int) -> ImageFont.FreeTypeFont:
     return font
 
 
-def _to_pillow(image: torch.Tensor, size: tuple[int, int] | None = None) -> Image.Image:
-    """Convert a tensor, uint8 [1 or 3, height, width], to an RGB image, scaled to `size`, which is (width, height)."""
+def _to_pillow(images: torch.Tensor, size: tuple[int, int] | None = None) -> list[Image.Image]:
+    """Convert a tensor, uint8 [n, 1 or 3, height, width], to RGB images, scaled to `size`, which is (width, height)."""
     from PIL import Image
 
-    pixels = image.cpu().expand(3, -1, -1).permute(1, 2, 0).contiguous()
-    picture = Image.frombytes("RGB", (image.shape[2], image.shape[1]), pixels.numpy().tobytes())
-    return picture if size is None else picture.resize(size, Image.Resampling.BOX)
+    pixels = images.cpu().expand(-1, 3, -1, -1).permute(0, 2, 3, 1).contiguous().numpy()
+    pictures = [Image.frombytes("RGB", (images.shape[3], images.shape[2]), each.tobytes()) for each in pixels]
+    return pictures if size is None else [each.resize(size, Image.Resampling.BOX) for each in pictures]
 
 
 def to_tensor(canvas: Image.Image) -> torch.Tensor:
