@@ -176,9 +176,9 @@ class Classifier(CrossEntropyWorkload[LabeledSamples]):
             if not len(rows):
                 continue
             captions, good = [], (predictions[rows] == targets[rows]).tolist()
-            for row, right in zip(rows.tolist(), good, strict=True):
-                caption = f"{names[predictions[row]]} {confidence[row] / 10:.0f}%"
-                captions.append(caption if right else f"{caption}\nis {names[targets[row]]}")
+            for predicted, target, sure in torch.stack((predictions, targets, confidence), 1)[rows].tolist():
+                caption = f"{names[predicted]} {sure / 10:.0f}%"
+                captions.append(caption if predicted == target else f"{caption}\nis {names[target]}")
             images[tag] = grid(self.held_out.display_images(rows.tolist()), captions, good)
         if (counts := self._confusion(sums)) is not None:
             images["eval/confusion"] = confusion_matrix(counts, names)

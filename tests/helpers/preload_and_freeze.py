@@ -6,6 +6,8 @@ import PIL.Image
 import PIL.ImageDraw
 import PIL.ImageFont
 import psutil  # noqa: F401
+import torch.utils.serialization.config
+import torch.utils.tensorboard.summary  # noqa: F401
 
 import helpers.preload_command  # noqa: F401
 import runner.api.run_job

@@ -1,9 +1,12 @@
 """Tests of pictures: positions, colors and sizes, in part pixel by pixel."""
 
+import io
+
 import pytest
 import torch
+from PIL import Image
 
-from runner.tracking.image_grids import BAD, GOOD, PLAIN, class_shares, confusion_matrix, grid
+from runner.tracking.image_grids import BAD, GOOD, PLAIN, class_shares, confusion_matrix, grid, png
 
 GAP, STRIP = 4, 18
 
@@ -57,6 +60,15 @@ def test_two_line_captions_are_stacked_and_long_captions_widen_the_cells():
     assert 80 < (picture.shape[2] - GAP) // 2 - GAP < 120
     assert picture.shape[1] == 2 * (64 + 2 * STRIP - 4 + GAP) + GAP
     assert 2 * (140 + GAP) < grid(images, ["x" * 100, "a", "b", "c"]).shape[2] <= 2 * (160 + GAP) + GAP
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_a_png_has_each_pixel(channels):
+    picture = noise(channels, 5, 7)
+    with Image.open(io.BytesIO(png(picture))) as read:
+        read.load()  # which verifies its checksums
+        assert (read.format, read.mode, read.size) == ("PNG", "RGB", (7, 5))
+        assert read.tobytes() == bytes(picture.expand(3, 5, 7).permute(1, 2, 0).flatten().tolist())
 
 
 def test_bars_show_the_accuracy_of_each_class_in_ascending_order():
