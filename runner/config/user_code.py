@@ -68,7 +68,8 @@ class UserCode:
         """
         paths = {file.path for file in self.files.values()}
         folders = {f"{os.path.dirname(path)}{os.sep}" for path in paths}
-        others = [module for name, module in [*sys.modules.items()] if name.partition(".")[0] != "runner"]
+        modules = [*sys.modules.items()] if folders else []  # of thousands
+        others = [module for name, module in modules if name.partition(".")[0] != "runner"]
         imported = (str(getattr(module, "__file__", "")) for module in others)
         paths |= {path for path in imported if path.startswith((*folders,)) and "site-packages" not in path}
         contents = {shown(path): Path(path).read_bytes() for path in sorted(paths) if os.path.isfile(path)}
