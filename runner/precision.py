@@ -64,6 +64,7 @@ class Precision:
         optimizer: torch.optim.Optimizer,
         clip: Callable[[], torch.Tensor] | None,
         combine_overflow: Callable[[torch.Tensor], None] | None = None,
+        update: Callable[[], None] | None = None,
     ) -> torch.Tensor | None:
         """Unscale and clip the gradients, update the parameters, and set the gradients to None.
 
@@ -72,12 +73,14 @@ class Precision:
             clip: function that clips the gradients and returns their norm before; None for no clipping.
             combine_overflow: function that sets an overflow flag, in place, to its maximum over the ranks, if they hold
                 the gradients of different parameters; None if they do not, or torch combines the flags.
+            update: function that updates the parameters; None for the `step` of the optimizer, which loss scaling calls
+                in any case.
 
         Returns:
             The norm before clipping, a scalar on the device; None if `clip` is None and there is no loss scaling.
         """
         norm = clip() if clip is not None else None
-        optimizer.step()
+        (update or optimizer.step)()
         _drop_gradients(optimizer)
         return norm
 
@@ -192,9 +195,10 @@ class Float16(BFloat16):
         optimizer: torch.optim.Optimizer,
         clip: Callable[[], torch.Tensor] | None,
         combine_overflow: Callable[[torch.Tensor], None] | None = None,
+        update: Callable[[], None] | None = None,
     ) -> torch.Tensor | None:
         if self._scaler is None:
-            return super().step(optimizer, clip)
+            return super().step(optimizer, clip, update=update)
         self._scaler.unscale_(optimizer)
         flags = found_inf_flags(self._scaler, optimizer)
         for other in flags[1:]:  # of other devices: GradScaler adds them up, but fused kernels only skip if it is 1

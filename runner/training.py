@@ -257,7 +257,8 @@ def train_step(state: State, batches: Iterator[Any], step: Step, log_due: bool) 
                 clip = partial(run.parallel.clip_gradients, model, run.max_grad_norm)
                 clip_due = log_due or run.max_grad_norm is not None
                 combine_overflow = session.collectives.combine_overflow if session.plan.splits_network else None
-                norms.append(run.precision.step(state.optimizer, clip if clip_due else None, combine_overflow))
+                update = partial(run.parallel.update, state.optimizer)
+                norms.append(run.precision.step(state.optimizer, clip if clip_due else None, combine_overflow, update))
     with timer.section("optimizer"):
         if not state.weights_are_followed or run.precision.num_skipped() == num_skipped:
             state.average.update()

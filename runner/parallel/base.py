@@ -171,6 +171,10 @@ class Parallel:
             norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
         return full_state.full_tensor(norm)
 
+    def update(self, optimizer: torch.optim.Optimizer) -> None:
+        """Update the parameters; the gradients are divided and clipped."""
+        optimizer.step()
+
     def evaluate(self, model: torch.nn.Module) -> tuple[dict[str, float], MetricSums]:
         """Evaluate the model, which the caller has put into evaluation mode, on the held-out data.
 

@@ -12,6 +12,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from runner.batching import MicroBatch
 from runner.config import user_code
 from runner.parallel.base import Parallel
+from runner.parallel.stack.updates import form_of
 from runner.seeds import random_states, set_random_states
 from runner.system.generators import OwnTurn
 from runner.system.section_timer import timer
@@ -36,6 +37,11 @@ class Request(NamedTuple):
     batch: Tree
     weight: float | None = None
 
+    @property
+    def order(self) -> int:
+        """Return the order among requests: passes of training come last."""
+        return 0 if self.weight is None else 2
+
     def form(self) -> tuple[Any, ...]:
         """Return what has to be the same for passes that are computed together."""
         leaves = tuple(
@@ -43,6 +49,17 @@ class Request(NamedTuple):
             for name, leaf in leaves_of(self.batch)
         )
         return self.weight is None, self.model.training, leaves
+
+
+class UpdateRequest(NamedTuple):
+    """An update of the parameters of one run by its optimizer."""
+
+    optimizer: torch.optim.Optimizer
+    order = 1
+
+    def form(self) -> tuple[Any, ...]:
+        """Return what has to be the same for updates that are computed together."""
+        return form_of(self.optimizer)
 
 
 class StackMember(Parallel):
@@ -77,8 +94,12 @@ class StackMember(Parallel):
             set_random_states(self._random, self._session.devices)
         return super().local_state(model, optimizer)
 
-    def _asked(self, request: Request) -> Any:
-        if not self._random:
+    def update(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._asked(UpdateRequest(optimizer)) is ALONE:
+            super().update(optimizer)
+
+    def _asked(self, request: Request | UpdateRequest) -> Any:
+        if not self._random and isinstance(request, Request):
             self._random = random_states(self.devices)
             has_dropout = any(isinstance(each, _DropoutNd) for each in request.model.modules())
             self._own_turn = OwnTurn(self.devices) if has_dropout or user_code.given().names() else None

@@ -18,7 +18,8 @@ from runner.parallel.stack.checks import (
     rounding,
     seconds,
 )
-from runner.parallel.stack.member import ALONE, Request
+from runner.parallel.stack.member import ALONE, Request, UpdateRequest
+from runner.parallel.stack.updates import update_together
 from runner.parallel.stack.weights import Weights
 from runner.seeds import random_states, set_random_states
 from runner.system.trees import Tree, map_tensors, tensors_of
@@ -63,19 +64,24 @@ class Stack:
             self._seats = [seat for seat in self._seats if seat.code is None]
             if not self._seats:
                 return
-            # Passes of training wait until all others, as of evaluations, are done: then, they are as many as possible.
-            first = [seat for seat in self._seats if seat.request.weight is None] or self._seats
+            # Passes of training wait until all others, as of evaluations, and updates are done: then, they are as many
+            # as possible.
+            first = min(seat.request.order for seat in self._seats)
             groups: dict[Any, list[Seat]] = {}
-            for seat in first:
-                groups.setdefault(seat.request.form(), []).append(seat)
+            for seat in self._seats:
+                if seat.request.order == first:
+                    groups.setdefault(seat.request.form(), []).append(seat)
             for form, group in groups.items():
                 for seat, answer in zip(group, self._answers(form[:2], [seat.request for seat in group]), strict=True):
                     seat.answer(answer)
 
-    def _answers(self, kind: tuple[bool, bool], requests: list[Request]) -> Sequence[Any]:
+    def _answers(self, kind: tuple[bool, bool], requests: list[Any]) -> Sequence[Any]:
         one_by_one, why = [ALONE] * len(requests), ""
         if len(requests) == 1 or kind in self._alone:
             return one_by_one
+        if isinstance(requests[0], UpdateRequest):
+            update_together([each.optimizer for each in requests])
+            return [None] * len(requests)
         try:
             if kind not in self._checked:
                 self._checked.add(kind)
