@@ -12,8 +12,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from omegaconf import OmegaConf
-
 from runner.config import user_code
 from runner.config.errors import ABSENT, ConfigError
 from runner.config.yaml_file import plain_values, yaml_text
@@ -51,7 +49,7 @@ def config_text(config: dict[str, Any]) -> str:
 
 def config_files(directory: Path, config: dict[str, Any], overrides: list[str]) -> dict[Path, bytes]:
     """Return the contents of the overrides and the config; the config is the last, as it marks a run directory."""
-    typed = OmegaConf.to_yaml(OmegaConf.create(overrides))
+    typed = yaml_text(overrides)
     return {directory / OVERRIDES: typed.encode(), directory / CONFIG: config_text(config).encode()}
 
 
