@@ -47,7 +47,7 @@ class ArraySamples(Samples):
         order = SampleOrder(len(self), seed, device, self.weights)
         most = _TOGETHER // max(1, sum(each[0].numel() for each in tensors_of(self._parts())))
         for group in _groups(micros, most):
-            bounds = [(micro.start, micro.stop) for micro in group]
+            bounds = _ranges(group)
             parts = [order.indices(*each) for each in bounds]
             indices, epochs = _joined(parts), _joined([order.epochs(*each) for each in bounds])
             draws = _joined([order.draws(*each, part) for each, part in zip(bounds, parts, strict=True)])
@@ -58,7 +58,7 @@ class ArraySamples(Samples):
             if len(group) == 1:
                 yield batch
                 continue
-            ends = [*itertools.accumulate(map(len, parts))]
+            ends = [*itertools.accumulate(micro.stop - micro.start for micro in group)]
             for first, last in zip([0, *ends], ends, strict=False):
                 yield copied(rows_of(batch, first, last))  # in memory of its own, aligned as if it were alone
 
@@ -106,8 +106,12 @@ _TOGETHER = 1 << 16
 
 
 def _groups(micros: Iterable[MicroBatch], most: int) -> Iterator[list[MicroBatch]]:
-    """Yield `micros` in groups of at most `most` samples, but of one at least."""
-    group, count = list[MicroBatch](), 0
+    """Yield `micros` in groups of at most `most` samples, but of one at least.
+
+    The first group is one micro-batch, and each has at most twice as many as the one before: a run of few steps, of
+    which a proof has several, prepares few that it does not need.
+    """
+    group, count, longest = list[MicroBatch](), 0, 1
     for micro in micros:
         size = micro.stop - micro.start
         if group and count + size > most:
@@ -115,11 +119,20 @@ def _groups(micros: Iterable[MicroBatch], most: int) -> Iterator[list[MicroBatch
             group, count = [], 0
         group.append(micro)
         count += size
-        if count + size > most:  # without asking for the next
+        if len(group) == longest or count + size > most:  # without asking for the next
             yield group
-            group, count = [], 0
+            group, count, longest = [], 0, 2 * longest
     if group:
         yield group
+
+
+def _ranges(group: list[MicroBatch]) -> list[tuple[int, int]]:
+    """Return the positions in the stream of samples of `group`; those that follow one another are one range."""
+    ranges = [(group[0].start, group[0].stop)]
+    for micro in group[1:]:
+        start, stop = ranges[-1]
+        ranges[-1:] = [(start, micro.stop)] if micro.start == stop else [(start, stop), (micro.start, micro.stop)]
+    return ranges
 
 
 def _joined(parts: list[torch.Tensor]) -> torch.Tensor:

@@ -73,16 +73,31 @@ def test_floats_and_bytes_give_the_same_batches_and_pictures():
 
 
 @pytest.mark.parametrize("size", [4, 60, 200])
-def test_small_batches_are_prepared_together_and_each_may_be_changed_in_place(size):
+@pytest.mark.parametrize("plan", [Plan(3), Plan(12, 2, (1, 2))], ids=["all samples", "a rank's micro-batches"])
+def test_small_batches_are_prepared_together_and_each_may_be_changed_in_place(size, plan):
     """Of 4² and 60² pixels, several are; of 200², none."""
-    samples = pool(height=size, width=size, crop=2, flip=True)
-    wanted = [take(samples, Plan(3), step, 1)[0] for step in range(9)]
-    for (inputs, targets), (wanted_inputs, wanted_targets) in zip(take(samples, Plan(3), 0, 9), wanted, strict=True):
+    samples, parts = pool(height=size, width=size, crop=2, flip=True), plan.accumulation
+    wanted = [batch for step in range(9) for batch in take(samples, plan, step, parts)]
+    for (inputs, targets), (wanted_inputs, wanted_targets) in zip(
+        take(samples, plan, 0, 9 * parts), wanted, strict=True
+    ):
         assert torch.equal(inputs, wanted_inputs)
         assert torch.equal(targets, wanted_targets)
         assert inputs.untyped_storage().nbytes() == 4 * inputs.numel()
         inputs.zero_()
         targets.zero_()
+
+
+def test_a_short_run_prepares_few_batches_that_it_does_not_need(monkeypatch):
+    stops, indices = [], SampleOrder.indices
+
+    def recorded(order: SampleOrder, start: int, stop: int) -> torch.Tensor:
+        stops.append(stop)
+        return indices(order, start, stop)
+
+    monkeypatch.setattr(SampleOrder, "indices", recorded)
+    take(pool(height=4, width=4), Plan(3), 0, 4)
+    assert stops == [3, 9, 21], "1, 2 and 4 batches of 3, for which one call each suffices"
 
 
 @pytest.mark.parametrize(("accumulation", "world_size"), [(3, 1), (2, 3)])
