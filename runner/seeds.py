@@ -80,7 +80,10 @@ def set_random_states(state: dict[str, torch.Tensor], devices: Sequence[torch.de
 
 def seed_all(seed: int) -> None:
     """Seed the default generators of torch on all devices, of `random`, and of NumPy."""
-    torch.manual_seed(seed)
+    if accelerator.accelerator_type():
+        torch.manual_seed(seed)
+    else:  # `manual_seed` would keep each call, with its stack, for a device that may be found later: two milliseconds
+        torch.default_generator.manual_seed(seed)
     random.seed(seed)
     if numpy_random := numpy_generator():
         numpy_random.seed(seed & 0xFFFFFFFF)
