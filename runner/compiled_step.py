@@ -16,7 +16,7 @@ from runner.batching import Step
 from runner.config.errors import ConfigError, check
 from runner.data.base import copied
 from runner.device import sum_dtype
-from runner.parallel.attributes import without_value
+from runner.parallel.attributes import attributes_kept, without_value
 from runner.parallel.compiling import compile_whole
 from runner.seeds import random_states, set_random_states
 from runner.state import State
@@ -104,7 +104,7 @@ class CompiledStep:
         log.info("compile=step: the first step takes longer, as it is compiled")
         random = random_states(state.session.devices)
         before, (buffers, inputs) = state.modules.plain_values(), copied((self._buffers, batch))
-        with state.modules.unchanged():
+        with attributes_kept(state.modules.each):
             loss, _ = self._loss(self._parameters, buffers, inputs, 1.0)
             self._check_state(batch, before, buffers)
         form = state.run.workload.loss_form

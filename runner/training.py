@@ -25,6 +25,7 @@ from runner.device import oversubscription
 from runner.failures import save_diverged_batch, torch_refusals
 from runner.models.blocks import table_of
 from runner.optimizer import learning_rates
+from runner.parallel.attributes import attributes_kept
 from runner.parallel.buffers import with_own_memory
 from runner.parallel.collectives import Collectives
 from runner.parallel.round_trip import check_dense, check_no_new_parameters, check_round_trip
@@ -331,7 +332,7 @@ def try_evaluation(state: State) -> None:
         return
     before = {name for name, _ in state.model.named_parameters()}
     try:
-        with few_samples, eager, state.modules.unchanged(), state.evaluating():
+        with few_samples, eager, attributes_kept(state.modules.each), state.evaluating():
             state.run.parallel.evaluate(state.model)
         check_no_new_parameters(state.model, before)
     except ConfigError:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
+import operator
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -97,6 +99,53 @@ def plain_values_kept(module: torch.nn.Module) -> Iterator[None]:
                     del now[key]
                 elif _is_plain(key, attributes[key]):
                     now[key] = attributes[key]
+
+
+@contextmanager
+def attributes_kept(modules: Sequence[torch.nn.Module]) -> Iterator[Callable[[], list[str]]]:
+    """A context at whose end attributes of modules are those of before; it gives a function that names changed ones.
+
+    Lists, dicts and sets have the same items again, and names of buffers stand for the same tensors.
+    """
+    parts = [(name, part) for each in modules for name, part in each.named_modules()]
+    before = [(name, part, {**vars(part)}, _contents(part)) for name, part in parts]
+
+    def changed() -> list[str]:
+        return [
+            joined(name, key)
+            for name, part, own, contents in before
+            for key, value in vars(part).items()
+            if key not in own or value is not own[key] or (key in contents and not _same(value, contents[key]))
+            if key != "_buffers" and (key not in own or type(value) not in _PLAIN or value != own[key])
+        ]
+
+    try:
+        yield changed
+    finally:
+        for _, part, own, contents in before:
+            vars(part).clear()
+            vars(part).update(own)
+            for key, content in contents.items():
+                _refill(own[key], content)
+
+
+def _contents(module: torch.nn.Module) -> dict[str, Any]:
+    """Return copies of the lists, dicts and sets in attributes; of those of torch, only of the dict of buffers."""
+    own = {k: v for k, v in vars(module).items() if k[0] != "_" or k == "_buffers"}
+    return {key: copy.copy(value) for key, value in own.items() if isinstance(value, list | dict | set)}
+
+
+def _same(value: Any, content: Any) -> bool:
+    if isinstance(value, list):
+        return len(value) == len(content) and all(map(operator.is_, value, content))
+    if isinstance(value, dict):
+        return value.keys() == content.keys() and all(value[key] is content[key] for key in value)
+    return value == content
+
+
+def _refill(value: Any, content: Any) -> None:
+    value.clear()
+    (value.extend if isinstance(value, list) else value.update)(content)
 
 
 def _item(value: Any) -> Any:

@@ -144,22 +144,6 @@ class Modules:
             kept.enter_context(self.synchronized())
             yield
 
-    @contextmanager
-    def unchanged(self) -> Iterator[None]:
-        """A context in which modules may assign attributes and buffers; then, they have those from before again."""
-        modules = (each for root in self.each for each in root.modules())
-        plain = [each for each in modules if not isinstance(each, torch.jit.ScriptModule)]
-        attributes = [(module, {**vars(module)}, {**module._buffers}) for module in plain]
-        try:
-            yield
-        finally:
-            for module, own, buffers in attributes:
-                for name in [name for name in vars(module) if name not in own and name[0] != "_"]:
-                    delattr(module, name)
-                vars(module).update(own)
-                module._buffers.clear()
-                module._buffers.update(buffers)
-
     def of_rank(self) -> dict[str, Any]:
         """Return copies of buffers, extra state and changed plain values by name, if each rank has its own."""
         if not self.replicas:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import copy
-import operator
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.nn.modules.dropout import _DropoutNd
 
 from runner.data.base import copied
+from runner.parallel.attributes import attributes_kept
 from runner.parallel.buffers import buffers_kept
 from runner.parallel.stack.member import Request
 from runner.seeds import random_states, set_random_states
@@ -66,52 +64,6 @@ def _has_hooks(module: torch.nn.Module) -> bool:
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     hooks = [hook for kind in kinds for hook in vars(module).get(kind, {}).values()]
     return any(not getattr(hook, "__module__", "").startswith("runner.") for hook in hooks)
-
-
-@contextmanager
-def attributes_kept(modules: Sequence[torch.nn.Module]) -> Iterator[Callable[[], list[str]]]:
-    """A context at whose end attributes of modules are those of before; it gives a function that names changed ones."""
-    parts = [(name, part) for each in modules for name, part in each.named_modules()]
-    before = [(name, part, {**vars(part)}, _contents(part)) for name, part in parts]
-
-    def changed() -> list[str]:
-        return [
-            f"{name}.{key}".lstrip(".")
-            for name, part, own, contents in before
-            for key, value in vars(part).items()
-            if key not in own or value is not own[key] or (key in contents and not _same(value, contents[key]))
-            if key not in own or type(value) not in _PLAIN or value != own[key]
-        ]
-
-    try:
-        yield changed
-    finally:
-        for _, part, own, contents in before:
-            vars(part).clear()
-            vars(part).update(own)
-            for key, content in contents.items():
-                _refill(own[key], content)
-
-
-_PLAIN = (bool, int, float, str)
-
-
-def _contents(module: torch.nn.Module) -> dict[str, Any]:
-    """Return copies of the lists, dicts and sets in attributes, but for those of torch."""
-    return {k: copy.copy(v) for k, v in vars(module).items() if k[0] != "_" and isinstance(v, list | dict | set)}
-
-
-def _same(value: Any, content: Any) -> bool:
-    if isinstance(value, list):
-        return len(value) == len(content) and all(map(operator.is_, value, content))
-    if isinstance(value, dict):
-        return value.keys() == content.keys() and all(value[key] is content[key] for key in value)
-    return value == content
-
-
-def _refill(value: Any, content: Any) -> None:
-    value.clear()
-    (value.extend if isinstance(value, list) else value.update)(content)
 
 
 def rounding(request: Request) -> float:

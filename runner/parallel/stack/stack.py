@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch.func import functional_call, vmap
 
+from runner.parallel.attributes import attributes_kept
 from runner.parallel.stack.checks import (
     alone,
-    attributes_kept,
     carried,
     different,
     dropout_off,
