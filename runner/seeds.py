@@ -16,7 +16,7 @@ import torch
 
 from runner.storage.value_checks import UnexpectedContentError
 from runner.system import accelerator
-from runner.system.generators import numpy_generator
+from runner.system.generators import numpy_generator, seed_host
 
 # The constants of SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, OOPSLA 2014) in
 # two's complement, because torch's int64 arithmetic wraps around.
@@ -65,6 +65,11 @@ def random_states(devices: Sequence[torch.device]) -> dict[str, torch.Tensor]:
     return states
 
 
+def drawn_since(before: dict[str, torch.Tensor], devices: Sequence[torch.device]) -> list[str]:
+    """Return the names of the generators that have drawn since `random_states` returned `before`."""
+    return [name for name, state in random_states(devices).items() if not state.equal(before[name])]
+
+
 def set_random_states(state: dict[str, torch.Tensor], devices: Sequence[torch.device]) -> None:
     """Set the generators to `state`, of `random_states`; those that are not in it do not change."""
     torch.set_rng_state(state["cpu"])
@@ -80,13 +85,9 @@ def set_random_states(state: dict[str, torch.Tensor], devices: Sequence[torch.de
 
 def seed_all(seed: int) -> None:
     """Seed the default generators of torch on all devices, of `random`, and of NumPy."""
-    if accelerator.accelerator_type():
+    if accelerator.accelerator_type():  # else torch would keep each call, with its stack, for one found later: 2 ms
         torch.manual_seed(seed)
-    else:  # `manual_seed` would keep each call, with its stack, for a device that may be found later: two milliseconds
-        torch.default_generator.manual_seed(seed)
-    random.seed(seed)
-    if numpy_random := numpy_generator():
-        numpy_random.seed(seed & 0xFFFFFFFF)
+    seed_host(seed)
 
 
 def _packed(words: Sequence[int], normal: float | None) -> torch.Tensor:

@@ -106,9 +106,7 @@ def load_optimizer(
                 raise UnexpectedContentError(f"the optimizer, {name}, step: it is negative")
             packed["state"][numbers[name]] = _state_of(parameters[name], state)
     optimizer.load_state_dict(packed)
-    for (
-        name
-    ) in optimizer_state:  # torch has converted numbers, such as NAdam's product of momenta, to the weight's type
+    for name in optimizer_state:  # torch has converted numbers, as NAdam's product of momenta, to the weight's type
         state = optimizer.state[parameters[name]]
         for key, spec in expected[name].items():
             if isinstance(spec, TensorSpec) and not spec.shape and key in state and key != "step":

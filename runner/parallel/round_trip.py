@@ -12,7 +12,7 @@ from runner.config import user_code
 from runner.config.errors import ABSENT, ConfigError, check, described
 from runner.parallel.base import Parallel
 from runner.parallel.collectives import Collectives, bytes_of
-from runner.parallel.full_state import collect, copied, load_module
+from runner.parallel.full_state import collect, copied, load_module, local_part
 from runner.parallel.modules import Modules
 from runner.parallel.session import Session
 from runner.storage.checkpoint import beside_tensors, reread
@@ -93,9 +93,13 @@ def _read_again(state: dict[str, Any], part: str) -> dict[str, Any]:
 
 def _emptied(module: torch.nn.Module, collectives: Collectives) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """Fill what is saved or trained with zeros, and return each such tensor with a copy of it, by name."""
-    saved = {_local(each).data_ptr() for each in module.state_dict().values() if isinstance(each, torch.Tensor)}
+    saved = {
+        local_part(each.detach()).data_ptr() for each in module.state_dict().values() if isinstance(each, torch.Tensor)
+    }
     named = [*module.named_parameters(), *module.named_buffers()]
-    dense = [(name, _local(each), each.requires_grad) for name, each in named if each.layout == torch.strided]
+    dense = [
+        (name, local_part(each.detach()), each.requires_grad) for name, each in named if each.layout == torch.strided
+    ]
     kept = [(name, each) for name, each, is_trained in dense if is_trained or each.data_ptr() in saved]
     copies = {name: (each, each.clone()) for name, each in kept if each.numel() and is_finite(each)}
     collectives.barrier()  # processes may share memory
@@ -115,11 +119,6 @@ def _check_restored(module: torch.nn.Module, before: dict[str, tuple[torch.Tenso
 def _given(part: str) -> Any:
     names = user_code.given().names()
     return names.get(part, names.get("workload", ABSENT))
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = tensor.detach()
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_iter, tree_leaves
+from torch.utils._pytree import tree_iter
 
 from runner.batching import Plan
 from runner.config import user_code
@@ -25,13 +25,13 @@ from runner.config.schema import component_fields
 from runner.data.base import copied, shard_bounds
 from runner.failures import torch_refusals
 from runner.models.layers import normalizes_batches
-from runner.parallel.collectives import Collectives
+from runner.parallel.collectives import Collectives, bytes_of
 from runner.parallel.full_state import full_tensor, local_part
 from runner.parallel.session import Session
 from runner.precision import Double
 from runner.result import Result
 from runner.run import Run, build_run
-from runner.seeds import random_states
+from runner.seeds import drawn_since, random_states
 from runner.state import State
 from runner.system.trees import leaves_of, rows_of, tensors_of
 from runner.tracking.log_file import quiet
@@ -138,7 +138,7 @@ def record(
     samples: list[list[str]] = []
     gradients: Tensors = {}
     written, replaced = set[str](), set[str]()
-    before: list[Any] = []
+    before: list[dict[str, torch.Tensor]] = []
     weights: dict[str, Any] = {}
 
     def watched(batches: Iterator[Any]) -> Iterator[Any]:
@@ -160,12 +160,18 @@ def record(
             is_in_place = parameter._version != version
             if is_in_place and parameter.requires_grad:
                 written.add(name)
-            elif is_in_place or address != local_part(parameter).data_ptr() or not bits.equal(_bits(parameter)):
+            elif (
+                is_in_place
+                or address != local_part(parameter).data_ptr()
+                or not bits.equal(bytes_of(local_part(parameter)))
+            ):
                 replaced.add(name)
 
     def after_update(*_: Any) -> None:
         named = state.model.named_parameters()
-        weights.update({name: (p._version, local_part(p).data_ptr(), _bits(p).clone()) for name, p in named})
+        weights.update(
+            {name: (p._version, local_part(p).data_ptr(), bytes_of(local_part(p)).clone()) for name, p in named}
+        )
 
     state.optimizer.register_step_pre_hook(before_update)
     state.optimizer.register_step_post_hook(after_update)
@@ -188,7 +194,7 @@ def record(
             f"{phase.name} {number}".strip() for number in range(phase.every, len(rows) * phase.every + 1, phase.every)
         )
         losses |= {f"step {name}": row[0, 0] / row[1, 0] for name, row in zip(named, rows, strict=True)}
-    draws = bool(before) and not _are_equal(before[0], random_states(session.devices))
+    draws = bool(before and drawn_since(before[0], session.devices))
 
     tensors = {"loss": losses}
     ours = {(name, session.rank): buffer.cpu() for name, buffer in state.model.named_buffers()}
@@ -219,16 +225,6 @@ def record(
     of_steps = zip(*(steps for _, steps in of_shards), strict=True)
     in_order = [sorted(chain.from_iterable(parts)) for parts in of_steps]
     return Steps(in_order, tensors, expected, "", draws, sorted(written), sorted(replaced))
-
-
-def _bits(parameter: torch.Tensor) -> torch.Tensor:
-    return local_part(parameter).detach().contiguous().flatten().view(torch.uint8)
-
-
-def _are_equal(one: Any, other: Any) -> bool:
-    leaves, others = tree_leaves(one), tree_leaves(other)
-    pairs = zip(leaves, others, strict=True)
-    return all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in pairs)
 
 
 def call_other_hooks(state: State) -> None:

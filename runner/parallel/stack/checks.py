@@ -15,7 +15,7 @@ from runner.data.base import copied
 from runner.parallel.attributes import attributes_kept
 from runner.parallel.buffers import buffers_kept
 from runner.parallel.stack.member import Request
-from runner.seeds import random_states, set_random_states
+from runner.seeds import drawn_since, random_states, set_random_states
 from runner.system.trees import Tree, leaves_of
 
 _ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2}
@@ -53,7 +53,7 @@ def carried(request: Request) -> str:
         names = changed()
         if modules[1:] and (name := different(dict(modules[1].named_buffers()), buffers[1])):
             names.append(name)
-    drawn = [name for name, state in random_states(devices).items() if not state.equal(random[name])]
+    drawn = drawn_since(random, devices)
     set_random_states(random, devices)
     if host := [name for name in drawn if name in ("random", "numpy")]:
         return f"a pass draws from {host[0]}, and the runs would draw the same"

@@ -21,7 +21,7 @@ from runner.parallel.stack.checks import (
 from runner.parallel.stack.member import ALONE, Request, UpdateRequest
 from runner.parallel.stack.updates import update_together
 from runner.parallel.stack.weights import Weights
-from runner.seeds import random_states, set_random_states
+from runner.seeds import drawn_since, random_states, set_random_states
 from runner.system.trees import Tree, map_tensors, tensors_of
 from runner.system.turns import Seat
 
@@ -105,8 +105,7 @@ class Stack:
                 if why := carried(each):
                     return why
             stacked, single = self._computed(requests, keep=False), [alone(each) for each in requests]
-        draws = any(not now.equal(random[name]) for name, now in random_states(devices).items())
-        for ours, theirs in () if draws else zip(stacked, single, strict=True):
+        for ours, theirs in () if drawn_since(random, devices) else zip(stacked, single, strict=True):
             if name := different(ours, theirs, rounding(requests[0])):
                 return f"{name} would be another than alone"
         gain = _PAYS
