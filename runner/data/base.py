@@ -62,6 +62,9 @@ class Samples(ABC):
     has_tokens: bool | None = False
     """Whether an input is the indices of tokens in a vocabulary, and no numbers to compute with; None if it may be."""
 
+    example: Any = None
+    """A batch of one sample, like which a plan makes batches; None if `batches` itself works with fake tensors."""
+
     weights: torch.Tensor | None = None
     """The weights with which training samples are drawn (see `SampleOrder`); None if each comes once an epoch."""
 
@@ -88,10 +91,6 @@ class Samples(ABC):
         augmentation of a sample depends on it, the epoch and the index of the sample. Raises `DataError` if samples
         cannot be read.
         """
-
-    def fake_batches(self, micros: Iterable[MicroBatch], device: torch.device) -> Iterator[Batch] | None:
-        """Return batches like those of `batches`, made of fake tensors; None if `batches` itself works with those."""
-        return None
 
     @abstractmethod
     def in_order(self, batch_size: int, shard: tuple[int, int], device: torch.device) -> Iterator[Batch]:

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch.utils.data import Subset, default_collate
 
-from runner.batching import MicroBatch
 from runner.config import user_code
 from runner.config.errors import ABSENT, ConfigError, check, described
 from runner.data.base import Batch, Collated, DataError, Samples, may_be_tokens, shape_of
@@ -148,12 +147,6 @@ class UserSamples(Samples):
         self.num_workers, self.shape = workers.count, shape_of(first[0])
         self.has_tokens = may_be_tokens(first[0])
 
-    def fake_batches(self, micros: Iterable[MicroBatch], device: torch.device) -> Iterator[Any]:
-        for micro in micros:
-            n = micro.stop - micro.start
-            batch = zeros_like_batch(self.example._replace(num_samples=n) if self.form is Collated else self.example, n)
-            yield map_tensors(lambda each: each.to(device), batch)
-
     def fingerprint(self) -> str:
         return self._content
 
@@ -163,6 +156,8 @@ class UserSamples(Samples):
 
 def zeros_like_batch(example: Tree, n: int) -> Tree:
     """Return zeros for n samples, in the form of a batch of one: its tensors have a row, or its lists an item, each."""
+    if isinstance(example, Collated):
+        return Collated(zeros_like_batch(example.batch, n), n)
     if isinstance(example, list) and len(example) == 1:
         return [map_tensors(torch.zeros_like, example[0]) for _ in range(n)]
     if isinstance(example, Mapping):

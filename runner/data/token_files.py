@@ -139,14 +139,13 @@ class TokenSamples(Samples):
     def __len__(self) -> int:
         return -(-max(0, len(self.tokens) - 1) // self.shape[0])
 
+    @property
+    def example(self) -> Batch:
+        return Batch(*torch.zeros(2, 1, *self.shape, dtype=torch.int64))
+
     def batches(self, micros: Iterable[MicroBatch], seed: int, device: torch.device) -> Iterator[Batch]:
         order = SampleOrder(len(self), seed)
         return self._on(device, (order.indices(micro.start, micro.stop).tolist() for micro in micros))
-
-    def fake_batches(self, micros: Iterable[MicroBatch], device: torch.device) -> Iterator[Batch]:
-        for micro in micros:
-            ids = torch.zeros(micro.stop - micro.start, *self.shape, dtype=torch.int64, device=device)
-            yield Batch(ids, ids.clone())
 
     def in_order(self, batch_size: int, shard: tuple[int, int], device: torch.device) -> Iterator[Batch]:
         start, stop = shard_bounds(len(self), shard)

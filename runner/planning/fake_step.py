@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from runner.batching import Accumulation, Plan
+from runner.batching import Accumulation, MicroBatch, Plan
 from runner.config.errors import check
 from runner.data.base import Samples
+from runner.data.fetch import zeros_like_batch
 from runner.failures import torch_refusals
 from runner.models.blocks import blocks_of
 from runner.models.layers import normalizes_batches
@@ -237,9 +238,17 @@ def _planned(workload: Workload, tracker: StepTracker) -> Workload:
 
 
 def _planned_samples(samples: Samples) -> Samples:
+    """Return a copy of `samples` whose batches are not read, but made like its example, if it has one."""
     copied = copy.copy(samples)
-    batches = copied.batches
-    copied.batches = lambda micros, seed, device: copied.fake_batches(micros, device) or batches(micros, seed, device)
+    if copied.example is None:
+        return copied
+
+    def batches(micros: Iterable[MicroBatch], seed: int, device: torch.device) -> Iterator[Any]:
+        for micro in micros:
+            batch = zeros_like_batch(copied.example, micro.stop - micro.start)
+            yield map_tensors(lambda each: each.to(device), batch)
+
+    copied.batches = batches
     return copied
 
 

@@ -17,7 +17,6 @@ from runner.batching import Plan
 from runner.config import user_code
 from runner.config.errors import ABSENT, ConfigError, check
 from runner.data.base import IGNORED, Batch, LabeledSamples, Samples, copied
-from runner.data.fetch import UserSamples
 from runner.data.memory import ArraySamples
 from runner.storage.signature import OUTPUTS
 from runner.system.trees import Tree, map_tensors, num_rows, rows_of, tensors_of
@@ -234,11 +233,7 @@ class UserWorkload(UserCodeWorkload, CrossEntropyWorkload[Samples]):
 
 def _first(samples: Samples) -> Any:
     """Return the first sample as a batch; of images in files, which are not read, zeros."""
-    if isinstance(samples, UserSamples):
-        return samples.example
-    if isinstance(samples, ArraySamples):
-        return Batch(*rows_of((samples.inputs, samples.targets), 0, 1))
-    return Batch(torch.zeros(1, *samples.shape), torch.zeros(1, dtype=torch.int64))
+    return samples.example or next(samples.in_order(1, (0, 1), torch.device("cpu")))
 
 
 def _cross_entropy(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
