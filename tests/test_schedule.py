@@ -246,8 +246,8 @@ def raising(step: int, num_steps: int) -> float:
     (lambda step, num_steps: torch.ones(2), "it raises"),
     (raising, "ValueError: no rate"),
     (in_turn(), "returned 0.0, and then 0.039"),
-    (lambda step: 1.0, "not a function of these arguments"),
-    (0.5, "not a function of these arguments"),
+    (lambda step: 1.0, "no function of (step, num_steps)"),
+    (0.5, "no function of (step, num_steps)"),
     (lr_scheduler.LambdaLR, "it raises"),
 )
 def test_a_function_that_is_no_schedule_is_refused_before_the_first_step(function, why):

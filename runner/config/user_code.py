@@ -322,15 +322,19 @@ def function_of(name: str, arguments: Sequence[str], body: str) -> Callable[...,
     Raises:
         ConfigError: if it is not a function of these arguments.
     """
-    if (function := find(name)) is None:
-        return None
+    if (function := find(name)) is not None:
+        check_function(name, function, arguments, body)
+    return function
+
+
+def check_function(key: str, function: Any, arguments: Sequence[str], body: str = "…") -> None:
+    """Raise a `ConfigError` with `key` unless `function` can be called with `arguments`; `body` is an example."""
     try:
         inspect.signature(function).bind(*arguments)
     except (TypeError, ValueError):  # ValueError: of a function in C, whose arguments are not known
-        why = f"it is not a function of these arguments{place(function)}"
-        remedy = f"def {name}({', '.join(arguments)}): {body}"
-        raise ConfigError(name, _name(function), why, remedy) from None
-    return function
+        why = f"it is no function of ({', '.join(arguments)}){place(function)}"
+        remedy = f"def {key.rpartition('.')[2]}({', '.join(arguments)}): {body}"
+        raise ConfigError(key, _name(function), why, remedy) from None
 
 
 def run_name(code: Mapping[str, str]) -> str:

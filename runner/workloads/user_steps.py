@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -23,6 +23,9 @@ from runner.workloads.phases import Phase
 from runner.workloads.user_base import UserCodeWorkload
 
 log = logging.getLogger(__name__)
+
+_ARGUMENTS = ("model", "batch")
+"""Those of a step."""
 
 
 class UserPhase(NamedTuple):
@@ -48,8 +51,7 @@ class UserSteps(UserCodeWorkload):
 
     def use(self, train: Samples, held_out: Samples) -> None:
         self._phases = _given_phases()
-        self._evaluation = user_code.find("evaluation_step")
-        check_step("evaluation_step", self._evaluation or (lambda model, batch: None))
+        self._evaluation = user_code.function_of("evaluation_step", _ARGUMENTS, "…")
         self._forms: dict[str, LossForm] = {}
         super().use(train, held_out)
 
@@ -104,7 +106,9 @@ class UserSteps(UserCodeWorkload):
     @contextmanager
     def few_samples(self, count: int, device: torch.device) -> Iterator[None]:
         held_out = self.held_out
-        self.held_out = _OneBatch(next(iter(held_out.in_order(count, (0, 1), device))))  # pyright: ignore[reportAttributeAccessIssue]
+        batch = next(iter(held_out.in_order(count, (0, 1), device)))
+        one: Any = SimpleNamespace(in_order=lambda *_: iter([batch]))  # for every shard
+        self.held_out = one
         try:
             yield
         except (ConfigError, DataError):
@@ -152,16 +156,6 @@ class UserSteps(UserCodeWorkload):
         return None  # a step may call the network with anything
 
 
-class _OneBatch:
-    """A single batch in place of samples, for every shard."""
-
-    def __init__(self, batch: Any):
-        self._batch = batch
-
-    def in_order(self, batch_size: int, shard: tuple[int, int], device: torch.device) -> Iterator[Any]:
-        yield self._batch
-
-
 def _given(batch: Any) -> Any:
     """Return the samples of a batch in the form in which the data gives them."""
     return batch.batch if isinstance(batch, Collated) else tuple(batch)
@@ -186,16 +180,6 @@ def _losses(key: str, step: Callable[..., Any], returned: Any, batch: Any) -> Lo
         raise ConfigError(key, error.got, error.why, error.remedy) from None
 
 
-def check_step(key: str, step: Any) -> None:
-    """Raise a `ConfigError` with `key` unless `step` can be called with (model, batch)."""
-    try:
-        inspect.signature(step).bind("model", "batch")
-    except (TypeError, ValueError):
-        name = getattr(step, "__name__", type(step).__name__)
-        why = f"it is no function of (model, batch){user_code.place(step)}"
-        raise ConfigError(key, name, why, f"def {key.rpartition('.')[2]}(model, batch): …") from None
-
-
 def _given_phases() -> dict[str, UserPhase]:
     """Return the phases of the user's code by name; a training step is the only one, and has none."""
     step, given = user_code.find("training_step"), user_code.find("phases")
@@ -203,7 +187,7 @@ def _given_phases() -> dict[str, UserPhase]:
     check(step is not None or given is not None, "training_step", ABSENT, why, remedy)
     check(step is None or given is None, "phases", ABSENT, "there is a training_step, too", "leave one of the two out")
     if step is not None:
-        check_step("training_step", step)
+        user_code.check_function("training_step", step, _ARGUMENTS)
         return {"": UserPhase(step)}
     remedy = 'phases = {"critic": critic_step, "generator": {"step": generator_step, "every": 5}}'
     given = given if isinstance(given, Mapping) else {}
@@ -223,7 +207,7 @@ def _phase(name: str, given: Any, remedy: str) -> UserPhase:
         check(option in UserPhase._fields, f"{key}.{option}", ABSENT, "a phase has no such option;", known)
     check("step" in options, key, given, "it has no step", remedy)
     phase = UserPhase(**options)
-    check_step(key, phase.step)
+    user_code.check_function(key, phase.step, _ARGUMENTS)
     is_number = type(phase.every) is int and phase.every >= 1
     check(is_number, f"{key}.every", phase.every, "it is no positive whole number", "every: 5")
     found = options.get("parameters", ())
