@@ -244,10 +244,9 @@ def _draws_globally(vector: Vector) -> bool:
     Only of one whose episodes are replayed, and which runs in this process.
     """
     import numpy as np
-    import torch
 
     from runner.env.action_masks import random_actions
-    from runner.seeds import random_states
+    from runner.seeds import drawn_since, random_states
 
     if not (vector.saves_episodes and hasattr(vector.envs, "envs")):
         return False
@@ -260,7 +259,7 @@ def _draws_globally(vector: Vector) -> bool:
                 break
     except EnvironmentBrokenError:  # it will be raised in the run
         pass
-    return any(not torch.equal(each, before[name]) for name, each in random_states([]).items())
+    return bool(drawn_since(before, []))
 
 
 def envs_per_process(num_envs: int, count: int) -> int:

@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-Policy = Callable[..., np.ndarray]
+Policy = Callable[[np.ndarray, "np.ndarray | None"], np.ndarray]
 """A function that maps observations, float32 [n, …], and masks, if there are any, to greedy actions, int64 [n]."""
 
 
 def greedy_policy(infer: Callable[[Tree], torch.Tensor], device: torch.device) -> Policy:
-    def policy(observations: np.ndarray, masks: np.ndarray | None = None) -> np.ndarray:
+    def policy(observations: np.ndarray, masks: np.ndarray | None) -> np.ndarray:
         inputs = torch.tensor(observations, device=device)
         with torch.no_grad():
             # With masks, which the network takes together with the observations, a tuple of one input.
@@ -126,8 +126,7 @@ class Actor:
         if self._repeats is not None:
             explores, actions = self._repeats.extend(explores, actions, self._random, masks)
         if policy is not None:
-            greedy = policy(previous) if masks is None else policy(previous, masks)
-            actions = np.where(explores, actions, greedy)
+            actions = np.where(explores, actions, policy(previous, masks))
         steps = vector.step(actions)
         rewards, terminated, truncated, taken, lives_left = steps[1:6]
         ended = terminated | truncated

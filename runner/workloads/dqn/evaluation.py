@@ -14,7 +14,7 @@ from runner.env.action_masks import random_actions
 from runner.env.base import Env
 from runner.seeds import derive
 from runner.tracking.metrics import MetricSums
-from runner.workloads.dqn.actor import Policy, greedy_policy
+from runner.workloads.dqn.actor import greedy_policy
 
 if TYPE_CHECKING:
     from runner.env.vector import Vector
@@ -45,7 +45,7 @@ def play(
         returns, lengths, running = np.zeros(num_episodes), np.zeros(num_episodes), np.ones(num_episodes, bool)
         randoms = [np.random.default_rng(derive(0, "exploration", i)) for i in episodes]
         for _ in range(env.longest or MAX_STEPS):
-            actions = act(policy, vector)
+            actions = policy(vector.observations, vector.masks)
             if epsilon:
                 draws = np.array([random.random(2) for random in randoms])
                 drawn = random_actions(draws[:, 1], env.num_actions, vector.masks)
@@ -90,15 +90,11 @@ def play_one(
         vector.reset(seed)
         for length in range(1, (env.longest or MAX_STEPS) + 1):
             before_step(vector, length - 1)
-            steps = vector.step(act(policy, vector))
+            steps = vector.step(policy(vector.observations, vector.masks))
             total += float(steps.rewards[0])
             if (steps.terminated | steps.truncated).any():
                 break
     return total, length
-
-
-def act(policy: Policy, vector: Vector) -> np.ndarray:
-    return policy(vector.observations) if vector.masks is None else policy(vector.observations, vector.masks)
 
 
 def frame(vector: Vector) -> torch.Tensor:

@@ -109,7 +109,7 @@ def test_actions_are_random_without_a_policy_and_greedy_without_exploration(monk
     assert set(random.tolist()) == {0.0, 1.0, 2.0, 3.0}
     before = len(actor.replay)
     for _ in range(50):
-        actor.step(lambda observations: np.full(len(observations), 2), 0.0)
+        actor.step(lambda observations, masks: np.full(len(observations), 2), 0.0)
     assert set(actor.replay.rows[before : len(actor.replay), -3].tolist()) == {2.0}
     assert actor.num_steps == 250 * 4
 

@@ -90,7 +90,7 @@ def test_every_transition_equals_that_of_a_slow_reference(num_envs, n_step, stac
     random, episodes, kinds = np.random.default_rng(0), 0, set()
     for _ in range(150):
         given = random.integers(3, size=num_envs)
-        actor.step(lambda seen, given=given: given, 0.0)
+        actor.step(lambda seen, masks, given=given: given, 0.0)
         for reference, action in zip(references, given, strict=True):
             reference.step(int(action))
         got, wanted = stored(actor.replay), {}  # pyright: ignore[reportArgumentType]
