@@ -306,16 +306,13 @@ def _cut(segments: Sequence[Segment], position: int) -> tuple[list[Segment], lis
 
 
 def _npy(path: str) -> Segment:
-    with open(path, "rb") as file:
-        try:
-            version = np.lib.format.read_magic(file)
-            read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-            shape, _, dtype = read(file)
-        except ValueError as error:
-            raise ConfigError("file", path, f"it is no .npy file: {error}", "write it with numpy.save") from None
-        why = f"it has the shape {list(shape)} and the dtype {dtype}"
-        check(len(shape) == 1 and dtype.kind in "iu", "file", path, why, "token ids are a list of whole numbers")
-        return Segment(path, file.tell(), shape[0], dtype.str)
+    try:
+        found = np.lib.format.open_memmap(path, mode="r")
+    except ValueError as error:
+        raise ConfigError("file", path, f"it is no .npy file: {error}", "write it with numpy.save") from None
+    why = f"it has the shape {list(found.shape)} and the dtype {found.dtype}"
+    check(found.ndim == 1 and found.dtype.kind in "iu", "file", path, why, "token ids are a list of whole numbers")
+    return Segment(path, found.offset, len(found), found.dtype.str)
 
 
 def _fingerprint(segments: Sequence[Segment], identity: str) -> str:
