@@ -16,7 +16,7 @@ from runner.parallel.collectives import ProcessGroup
 from runner.parallel.multiprocess import MultiProcess
 from runner.parallel.session import Session
 from runner.storage.value_checks import COUNT, check_like
-from runner.system.trees import Tree, map_leaves
+from runner.system.trees import Tree, map_tensors
 from runner.tracking.metrics import MetricSums
 
 
@@ -65,11 +65,9 @@ class Ensemble(MultiProcess):
 
     def _vote(self, model: torch.nn.Module, tally: torch.Tensor, inputs: Tree) -> Any:
         """Return the members' vote on `inputs`, and count in `tally` the predictions: those that differ, and all."""
-        return map_leaves(partial(self._vote_of_tensor, tally), self._infer(model, inputs))
+        return map_tensors(partial(self._vote_of_tensor, tally), self._infer(model, inputs))
 
-    def _vote_of_tensor(self, tally: torch.Tensor, answer: Any) -> Any:
-        if not isinstance(answer, torch.Tensor):
-            return answer
+    def _vote_of_tensor(self, tally: torch.Tensor, answer: torch.Tensor) -> torch.Tensor:
         if answer.is_floating_point():
             answer = answer.to(torch.promote_types(answer.dtype, torch.float32))
         outputs = [

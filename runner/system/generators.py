@@ -22,15 +22,16 @@ class OwnGenerators:
     @contextmanager
     def drawing(self, seed: int | None = None) -> Iterator[None]:
         """A context in which the generators have these states, or begin with `seed`; then, they go on as before."""
-        with _as_before():
+        before = _host_states()
+        try:
             if seed is None:
                 _set_host_states(self._states)
             else:
                 seed_host(seed)
-            try:
-                yield
-            finally:
-                self._states = _host_states()
+            yield
+        finally:
+            self._states = _host_states()
+            _set_host_states(before)
 
 
 class OwnTurn:
@@ -62,9 +63,12 @@ class OwnTurn:
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """A context in which `random`, NumPy and torch on the CPU draw from `seed`; then, they go on as before."""
-    with _as_before():
+    before = _host_states()
+    try:
         seed_host(seed)
         yield
+    finally:
+        _set_host_states(before)
 
 
 def seed_host(seed: int) -> None:
@@ -73,15 +77,6 @@ def seed_host(seed: int) -> None:
     random.seed(seed)
     if numpy_random := numpy_generator():
         numpy_random.seed(seed & 0xFFFFFFFF)
-
-
-@contextmanager
-def _as_before() -> Iterator[None]:
-    before = _host_states()
-    try:
-        yield
-    finally:
-        _set_host_states(before)
 
 
 def _host_states() -> tuple[Any, ...]:

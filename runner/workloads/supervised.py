@@ -11,7 +11,7 @@ import torch
 
 from runner.config.errors import check, did_you_mean
 from runner.data.base import Batch, Samples
-from runner.system.trees import Tree, call, leaves_of, map_leaves
+from runner.system.trees import Tree, call, map_tensors, tensors_of
 from runner.tracking.metrics import BatchSums, batch_sums
 from runner.workloads.base import Workload
 from runner.workloads.evaluation_metrics import EvaluationMetrics
@@ -87,21 +87,21 @@ def comparable(outputs: Tree, targets: Tree) -> tuple[Tree, Tree]:
 
     Targets in floating point have the dtype of the outputs, if these are one tensor.
     """
-    if any(_at_least_float32(each) is not each for _, each in leaves_of(outputs)):
-        outputs = map_leaves(_at_least_float32, outputs)  # of a dataclass, a copy, which torch cannot compile
+    if any(_at_least_float32(each) is not each for each in tensors_of(outputs)):
+        outputs = map_tensors(_at_least_float32, outputs)  # of a dataclass, a copy, which torch cannot compile
     is_real = isinstance(outputs, torch.Tensor) and outputs.is_floating_point()
     dtype = outputs.dtype if is_real else None
 
-    def converted(target: Any) -> Any:
-        if not isinstance(target, torch.Tensor) or target.dtype == torch.bool:
+    def converted(target: torch.Tensor) -> torch.Tensor:
+        if target.dtype == torch.bool:
             return target
         if not target.is_floating_point():
             return target.long()  # losses take no other integers
         return target.to(dtype) if dtype else target
 
-    return outputs, map_leaves(converted, targets)
+    return outputs, map_tensors(converted, targets)
 
 
-def _at_least_float32(value: Any) -> Any:
-    is_real = isinstance(value, torch.Tensor) and value.is_floating_point()
+def _at_least_float32(value: torch.Tensor) -> torch.Tensor:
+    is_real = value.is_floating_point()
     return value.to(torch.promote_types(value.dtype, torch.float32)) if is_real else value
