@@ -279,7 +279,7 @@ def shifted(by: int) -> Any:
     ({"model": lambda: 3}, "model", "int"),
     ({"model": lambda: nn.Sequential(nn.LazyLinear(3))}, "model", ""),
     ({"model": Dict}, "model", "dict"),
-    ({"after_step": lambda: None}, "after_step", "arguments"),
+    ({"after_step": lambda: None}, "after_step", "no function of (state)"),
     ({"modle": Net}, "modle", "no such argument"),
     ids=lambda value: value if isinstance(value, str) else None,
 )
