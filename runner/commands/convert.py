@@ -42,6 +42,7 @@ from runner.storage.state_dict import header, renamed, with_versions
 from runner.system.console import DONE
 from runner.system.import_path import is_installed
 from runner.system.trees import Tree, call, map_tensors, num_rows, tensors_of
+from runner.tracking.log_file import quiet
 from runner.workloads.samples import SampleWorkload
 
 _WEIGHTS = (".safetensors", ".pt", ".pth")
@@ -210,14 +211,9 @@ def _reason(error: BaseException) -> str:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """A context without what torch's exporters print, also about an export that fails and is tried in another way."""
-    before = logging.root.manager.disable
-    logging.disable(max(before, logging.ERROR))
-    try:
-        with warnings.catch_warnings(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-            warnings.simplefilter("ignore")
+    with quiet(logging.ERROR), warnings.catch_warnings(action="ignore"):
+        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
             yield
-    finally:
-        logging.disable(before)
 
 
 def _exported(model: torch.nn.Module, inputs: Tree) -> torch.export.ExportedProgram:

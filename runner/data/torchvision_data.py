@@ -88,8 +88,7 @@ class Downloadable(Augmented):
             for path in directory.iterdir():
                 if path.stat().st_size > _MAX_BYTES:
                     raise ValueError(f"{path.name} has more than {_MAX_BYTES:,} bytes")
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # some versions of NumPy warn about pickles of NumPy 1
+            with warnings.catch_warnings(action="ignore"):  # some versions of NumPy warn about pickles of NumPy 1
                 # CIFAR-10 consists of pickles: torchvision reads them only if their MD5 is that of the original.
                 found = getattr(torchvision.datasets, self.dataset)(root, train=train)
             images, targets = torch.as_tensor(found.data), torch.as_tensor(found.targets)

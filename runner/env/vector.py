@@ -267,8 +267,7 @@ class Vector:
 
     def render(self) -> np.ndarray:
         """Return a rendered image of the first environment: uint8 [height, width, 3]; tiny games are enlarged."""
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # gymnasium's of colors from 0 to 1, and of a missing frame rate
+        with warnings.catch_warnings(action="ignore"):  # gymnasium's of colors from 0 to 1, and of no frame rate
             frames = self.envs.render()
         assert frames is not None
         image = np.asarray(frames[0])

@@ -125,6 +125,6 @@ def structure(build: Callable[[], torch.nn.Module]) -> torch.nn.Module:
 
 def without_memory(build: Callable[[], torch.nn.Module]) -> torch.nn.Module:
     """Return the network that `build` creates, on the meta device: its tensors have no values."""
-    with torch.device("meta"), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns that loading weights into meta tensors has no effect
+    # Torch warns that loading weights into meta tensors has no effect.
+    with torch.device("meta"), warnings.catch_warnings(action="ignore"):
         return build()

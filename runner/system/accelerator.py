@@ -28,8 +28,7 @@ def accelerator_type() -> str | None:
 
 def why_unavailable(kind: str) -> str:
     """Return why this process has no accelerator of the device type `kind`; an empty string if it has one."""
-    with warnings.catch_warnings(record=True) as caught:  # of torch, such as about a driver that is too old
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:  # of torch, as about an old driver
         found, built = accelerator_type(), torch.accelerator.current_accelerator()
     if found == kind:
         return ""

@@ -117,8 +117,7 @@ def devices(findings: list[str]) -> list[dict[str, Any]]:
 @contextmanager
 def collect_findings(findings: list[str], what: str) -> Iterator[None]:
     """Append the first line of each error, which ends the context, or warning inside it to `findings`, after `what`."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         try:
             yield
         except Exception as error:

@@ -105,10 +105,10 @@ def _print(text: str) -> None:
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
-    """Suppress messages up to warnings in the context: of what is only planned, or is done again."""
+def quiet(level: int = logging.WARNING) -> Iterator[None]:
+    """Suppress messages up to `level` in the context: of what is only planned, or is done again."""
     before = logging.root.manager.disable
-    logging.disable(max(before, logging.WARNING))
+    logging.disable(max(before, level))
     try:
         yield
     finally:

@@ -91,8 +91,7 @@ class EvaluationMetrics:
         samples = self.joined([batch for part in parts for batch in part["samples"]], device)
         for name, metric in self._metrics.items():
             states = [part["states"][name] for part in parts if name in part["states"]]
-            with warnings.catch_warnings(record=True) as said:
-                warnings.simplefilter("always")
+            with warnings.catch_warnings(record=True, action="always") as said:
                 values[name] = self._value(name, metric, states, samples, device)
             for text in (str(each.message) for each in said):  # such as of a class without samples
                 is_new = (name, text) not in self._warned and not self._is_trial
