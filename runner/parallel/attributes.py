@@ -126,7 +126,8 @@ def attributes_kept(modules: Sequence[torch.nn.Module]) -> Iterator[Callable[[],
             vars(part).clear()
             vars(part).update(own)
             for key, content in contents.items():
-                _refill(own[key], content)
+                own[key].clear()
+                (own[key].extend if isinstance(content, list) else own[key].update)(content)
 
 
 def _contents(module: torch.nn.Module) -> dict[str, Any]:
@@ -141,11 +142,6 @@ def _same(value: Any, content: Any) -> bool:
     if isinstance(value, dict):
         return value.keys() == content.keys() and all(value[key] is content[key] for key in value)
     return value == content
-
-
-def _refill(value: Any, content: Any) -> None:
-    value.clear()
-    (value.extend if isinstance(value, list) else value.update)(content)
 
 
 def _item(value: Any) -> Any:

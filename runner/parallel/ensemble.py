@@ -16,7 +16,7 @@ from runner.parallel.collectives import ProcessGroup
 from runner.parallel.multiprocess import MultiProcess
 from runner.parallel.session import Session
 from runner.storage.value_checks import COUNT, check_like
-from runner.system.trees import Tree, map_tensors
+from runner.system.trees import map_tensors
 from runner.tracking.metrics import MetricSums
 
 
@@ -55,7 +55,8 @@ class Ensemble(MultiProcess):
         session, workload = self._session, self._session.workload
         tally = torch.zeros(2, dtype=torch.int64, device=session.device)
         of_rank = workload.summarize(self._sums(partial(self._infer, model)))
-        sums = self._sums(partial(self._vote, model, tally))
+        vote = partial(self._vote, tally)
+        sums = self._sums(lambda inputs: map_tensors(vote, self._infer(model, inputs)))
         metrics = workload.summarize(sums)
         for member, of_member in enumerate(session.collectives.all_gather(of_rank)):
             metrics |= {f"member_{member}/{name}": value for name, value in of_member.items()}
@@ -63,11 +64,8 @@ class Ensemble(MultiProcess):
             metrics["disagreement"] = int(tally[0]) / max(1, int(tally[1]))
         return metrics, sums
 
-    def _vote(self, model: torch.nn.Module, tally: torch.Tensor, inputs: Tree) -> Any:
-        """Return the members' vote on `inputs`, and count in `tally` the predictions: those that differ, and all."""
-        return map_tensors(partial(self._vote_of_tensor, tally), self._infer(model, inputs))
-
-    def _vote_of_tensor(self, tally: torch.Tensor, answer: torch.Tensor) -> torch.Tensor:
+    def _vote(self, tally: torch.Tensor, answer: torch.Tensor) -> torch.Tensor:
+        """Return the members' vote, and count in `tally` the predictions: those that differ, and all."""
         if answer.is_floating_point():
             answer = answer.to(torch.promote_types(answer.dtype, torch.float32))
         outputs = [

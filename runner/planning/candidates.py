@@ -160,6 +160,7 @@ class Candidates:
         cores, on_cpu = len(usable_core_numbers()), self._session.device.type == "cpu"
         counts = [2**power for power in range(9) if 2**power <= (cores if on_cpu else torch.accelerator.device_count())]
         threads = [count for count in reversed(counts) if on_cpu and count != torch.get_num_threads()]
+        has_images = any(isinstance(module, torch.nn.Conv2d) for module in self._model.modules())
         data = getattr(self.base.workload, "data", None)
         loads = data is not None and "workers" in option_fields(type(data))
         return [
@@ -167,16 +168,13 @@ class Candidates:
             OptionGroup("parallel", lambda run: self._modes(counts[1:]), weight=4),
             OptionGroup("pipeline", self._pipelines, weight=2),
             *self._values("device.threads", threads),
-            *self._values("channels_last", [not self.base.channels_last] if self._has(torch.nn.Conv2d) else []),
+            *self._values("channels_last", [not self.base.channels_last] if has_images else []),
             *self._values("accumulation", [1, 2, 4]),
             *self._values("data.workers", sorted({0, 1, max(1, cores // 2), cores}) if loads else []),
             *self._values(
                 "compile", [False, True, *["blocks"] * bool(modules_of_blocks(self._model)), "step"], weight=8
             ),
         ]
-
-    def _has(self, kind: type[torch.nn.Module]) -> bool:
-        return any(isinstance(module, kind) for module in self._model.modules())
 
     def _values(self, key: str, values: Any, weight: int = 1) -> list[OptionGroup]:
         options = [(f"{key}={str(value).lower()}",) for value in values if self._is_free(key)]
