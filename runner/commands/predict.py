@@ -72,34 +72,26 @@ def main(arguments: Sequence[str] | None) -> int:
     check(bool(files), "FILES", ABSENT, "there is nothing to predict", "name images, CSV files, or --prompt TEXT")
     classes = [*map(printable, run.signature(options.checkpoint).get("classes", []))] if options.probabilities else []
     predictions = run.predict(files, options.checkpoint, max(options.top, len(classes)))
-    if any(each.values for each in predictions):
-        return _print_rows(predictions, options)
     top = min(options.top, max((len(each.top) for each in predictions), default=1))
-    names = ["file", "class", "probability", "error"]
-    names += [f"{name} {i}" for i in range(2, top + 1) for name in ("class", "probability")]
-    names += [f"probability of {each}" for each in classes]
-    rows = [_row(each, top, classes) for each in predictions]
+    if has_rows := any(each.values for each in predictions):
+        names = ["file", "line", *map(printable, predictions[0].values)]
+        rows: list[list[Any]] = [[printable(each.file), each.line, *each.values.values()] for each in predictions]
+    else:
+        names = ["file", "class", "probability", "error"]
+        names += [f"{name} {i}" for i in range(2, top + 1) for name in ("class", "probability")]
+        names += [f"probability of {each}" for each in classes]
+        rows = [_row(each, top, classes) for each in predictions]
     if options.csv:
         sys.stdout.write(csv_text([names, *rows]))
     elif options.json:
         print(json.dumps([dict(zip(names, row, strict=True)) for row in rows], indent=2))
-    else:
-        print(_as_table(predictions, top))
-    return REFUSED if all(each.error for each in predictions) else DONE
-
-
-def _print_rows(predictions: list[Prediction], options: Any) -> int:
-    names = ["file", "line", *map(printable, predictions[0].values)]
-    rows = [[printable(each.file), each.line, *each.values.values()] for each in predictions]
-    if options.csv:
-        sys.stdout.write(csv_text([names, *rows]))
-    elif options.json:
-        print(json.dumps([dict(zip(names, row, strict=True)) for row in rows], indent=2))
-    else:
+    elif has_rows:
         for file, line, *values in rows:
             named = zip(map(one_line, names[2:]), values, strict=True)
             print("  ".join([*(f"{name} {value:.6g}" for name, value in named), f"{file}:{line}"]))
-    return DONE
+    else:
+        print(_as_table(predictions, top))
+    return REFUSED if all(each.error for each in predictions) else DONE
 
 
 def _row(prediction: Prediction, top: int, classes: list[str]) -> list[Any]:
