@@ -181,9 +181,6 @@ class TensorSamples(ArraySamples, LabeledSamples):
             return images
         return _pixels(images, per_channel(self.mean), per_channel(self.std))
 
-    def labels(self) -> torch.Tensor:
-        return self.targets.cpu()
-
     def image_input(self) -> dict[str, Any] | None:
         channels, height, width = self.shape
         if channels not in (1, 3) or height != width:

@@ -136,8 +136,7 @@ class Stack:
                 own.update({name: both[name] for name in own})
                 return outputs
 
-            rest = iter(leaves)
-            found = first.member.pass_of(first, network, map_tensors(lambda _: next(rest), first.batch))
+            found = first.member.pass_of(first, network, _filled(first.batch, leaves))
             form[:] = [found]
             return tensors_of(found), own
 
