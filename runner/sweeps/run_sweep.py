@@ -65,7 +65,8 @@ def run_sweep(
     is_compared = any(each is not None for each in (engine.search, engine.metric, engine.goal))
     objectives = objectives_of(engine, planner.best) if is_compared else []
     search = None if engine.search is None else _search(jobs, planner, objectives)
-    with StopSweep() as stop, Ledger(typed, root, str(planner.config["resume"]), search is not None) as ledger:
+    resume, stop = str(planner.config["resume"]), StopRequest(prints=False)  # the scheduler prints a message
+    with stop, Ledger(typed, root, resume, search is not None) as ledger:
         planner.path = ledger.path
         if search is not None:
             if {CRASHED, REFUSED} & {job.get("code") for job in ledger.jobs.values()}:
@@ -97,13 +98,6 @@ def run_sweep(
             if is_installed("seaborn"):
                 print(f"plot: python -m runner plot {where}")
     return ledger.path, [STOPPED, *codes] if stop.received else codes
-
-
-class StopSweep(StopRequest):
-    """A context manager in which a stop signal lets the running jobs of a sweep save and exit."""
-
-    def _first(self, number: int) -> None:
-        """Print nothing at the first stop signal, because the scheduler prints a message."""
 
 
 def _search(jobs: SweepJobs, planner: Planner, objectives: list[Objective]) -> Search:

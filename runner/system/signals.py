@@ -31,14 +31,15 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, si
 class StopRequest:
     """A context manager that stores the name of a stop signal in `received`, which the training loop reads every step.
 
-    In the main process, Ctrl-C after an earlier stop signal raises `KeyboardInterrupt`. Its children start with stop
-    signals blocked, and receive pending ones when they enter the context. An ignored SIGHUP (`nohup`) stays ignored.
+    In the main process, which `prints` that it saves, Ctrl-C after an earlier stop signal raises `KeyboardInterrupt`.
+    Its children start with stop signals blocked, and receive pending ones when they enter the context. An ignored
+    SIGHUP (`nohup`) stays ignored.
     """
 
     before_training = False
 
-    def __init__(self) -> None:
-        self.received = ""
+    def __init__(self, prints: bool = True) -> None:
+        self.received, self._prints = "", prints
         self._interrupted = False
         self._outer: StopRequest | None = None
         self._pid = os.getpid()
@@ -90,7 +91,7 @@ class StopRequest:
             self._interrupt()
 
     def _first(self, number: int) -> None:
-        if _is_main_process():
+        if self._prints and _is_main_process():
             _say(f"{self.received}: finishing the step, then saving; press Ctrl-C to stop at once")
 
     def _interrupt(self) -> None:
