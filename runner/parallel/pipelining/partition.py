@@ -171,11 +171,9 @@ def tied_positions(model: torch.nn.Module, may_share: bool) -> set[int]:
 
     If they `may_share` parameters, only buffers count.
     """
-    uses: dict[int, list[int]] = {}
-    for position, (_, block) in enumerate(blocks_of(model)):
-        for _, tensor in block.named_buffers() if may_share else named_tensors(block):
-            uses.setdefault(id(tensor), []).append(position)
-    return {position for found in uses.values() for position in range(found[0] + 1, found[-1] + 1)}
+    uses = stages_of_each_tensor(model, [[block] for _, block in blocks_of(model)])
+    counted = [uses[name] for name in (dict(model.named_buffers()) if may_share else uses)]
+    return {position for found in counted for position in range(found[0] + 1, found[-1] + 1)}
 
 
 def balanced(seconds: Sequence[float], count: int, tied: Collection[int] = ()) -> list[int]:
