@@ -7,6 +7,7 @@ gc.disable()  # until all tests are collected: importing torch takes a fifth lon
 
 import importlib
 import inspect
+import logging
 import os
 import signal
 import sys
@@ -50,6 +51,10 @@ with warnings.catch_warnings():
     command_server("ranks")
     with fork_server_from_fork():
         start_server(*processes.PRELOADED)
+
+for logger in [*logging.root.manager.loggerDict.values()]:
+    if isinstance(logger, logging.Logger):
+        logger.propagate = True  # to each of torch's 57 that do not, pytest would add handlers six times a test
 
 TESTS = Path(__file__).parent
 COSTLY = (
