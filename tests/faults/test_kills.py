@@ -6,16 +6,25 @@ and at random times, and lets each rank die or stop at each point. Signals are a
 
 import re
 import signal
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from helpers.command import Command, processes_in, wait_until
-from helpers.fault_checks import ExternalResources, assert_newest_checkpoint_valid, steps_saved
+from helpers.command import Command, glob, processes_in, run_command, wait_until
+from helpers.fault_checks import (
+    ExternalResources,
+    assert_newest_checkpoint_valid,
+    assert_no_temporary_files,
+    assert_one_value_per_step,
+    steps_saved,
+)
 from helpers.fault_points import plant_fault
-from helpers.faults import RUN_ALL_FAULTS, RUNS, Fault, FaultTrial, only_in_make_faults, run_all_faults
-from helpers.runs import free_port
+from helpers.faults import DIGITS, RUN_ALL_FAULTS, RUNS, Fault, FaultTrial, only_in_make_faults, run_all_faults
+from helpers.plain_loop import largest_difference
+from helpers.runs import free_port, newest_checkpoint
+from safetensors.torch import load_file
 
 STOPPED, INTERRUPTED = 75, 130
 TIMEOUT = 15
@@ -98,6 +107,36 @@ def test_runs_killed_at_random_moments_resume_bitwise(run, reference, trial, rng
         while kills > 0 and killed.run_with_fault(Fault(after=rng.uniform(0, reference(run).seconds))):
             kills -= 1
         killed.finish()
+
+
+@only_in_make_faults
+def test_stacks_killed_at_random_moments_end_as_unbroken_ones(tmp_path, rng):
+    """Two stacks of two runs, which are killed and resumed until they are done, at most 30 times."""
+    words = ("-m", *DIGITS, "model.dropout=0", "precision=64", "seed=0,1", "optimizer.lr=0.01,0.02", "sweep.stack=2")
+    since = time.monotonic()
+    code, console = run_command(*words, cwd=tmp_path / "unbroken")
+    assert code == 0, console
+    assert console.count("2 together") == 4
+    duration, broken, num_kills = time.monotonic() - since, tmp_path / "broken", 0
+    while code != 0 or num_kills == 0:
+        command = Command(broken, *words, *["resume=auto"][:num_kills])
+        until = time.monotonic() + rng.uniform(0.2, 1.0) * duration
+        wait_until(
+            lambda command=command, until=until: command.command_exit_code is not None or time.monotonic() > until
+        )
+        if command.command_exit_code is None and num_kills < 30:
+            num_kills += 1
+            command.signal_processes(signal.SIGKILL, command.pid, *processes_in(broken))
+        code, console = command.wait_for_all_processes()
+        assert code in (0, -signal.SIGKILL), console
+    wanted = sorted(glob(tmp_path / "unbroken", "outputs/sweeps/*/*/0*/result.json"))
+    found = sorted(glob(broken, "outputs/sweeps/*/*/0*/result.json"))
+    assert len(wanted) == len(found) == 4
+    for ours, theirs in zip(found, wanted, strict=True):
+        weights = [load_file(newest_checkpoint(each.parent) / "model.safetensors") for each in (ours, theirs)]
+        assert largest_difference(*weights) < 1e-12
+        assert_one_value_per_step(ours.parent)
+        assert_no_temporary_files(ours.parent)
 
 
 MODES = ("ddp", "fsdp", "pipeline", "hogwild", "ensemble")
