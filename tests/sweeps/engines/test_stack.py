@@ -31,6 +31,8 @@ LANGUAGE = (
     "model.width=16",
     "model.heads=2",
     "data.context=16",
+    f"data.file={ROOT / 'LICENSE'}",
+    "data.holdout=0.1",
 )
 SWEEPS: dict[str, tuple[str, ...]] = {
     "images, with everything in the update": (
