@@ -3,6 +3,7 @@
 Hydra reads the types of their arguments from the annotations, which must not be texts.
 """
 
+import functools
 import itertools
 import random
 from collections.abc import Iterator
@@ -18,11 +19,16 @@ MAX_JOBS = 10_000
 
 def parser(loader: Any) -> OverridesParser:
     """Return a parser of overrides in Hydra's grammar; `loader` is Hydra's config loader."""
+    return OverridesParser(_functions(), loader)
+
+
+@functools.cache  # a sweep parses several times a job, and reading the signatures takes a millisecond
+def _functions() -> Any:
     functions = create_functions()
     for name, function in (("range", listed_range), ("shuffle", shuffled)):
         del functions.definitions[name]
         functions.register(name, function)
-    return OverridesParser(functions, loader)
+    return functions
 
 
 def listed_range(start: Any, stop: Any = None, step: Any = 1) -> ChoiceSweep | RangeSweep:
