@@ -8,9 +8,7 @@ from __future__ import annotations
 import functools
 import io
 import math
-import struct
 import unicodedata
-import zlib
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -125,21 +123,11 @@ def confusion_matrix(counts: torch.Tensor, class_names: Sequence[str]) -> torch.
 
 
 def png(picture: torch.Tensor) -> bytes:
-    """Return an image, uint8 [1 or 3, height, width], encoded as an RGB PNG (https://www.w3.org/TR/png-3).
-
-    Each row is stored as its difference from the row above. Pillow tries five such filters for each row, and compresses
-    more, which takes three times as long, while training waits, for a tenth to a quarter fewer bytes.
-    """
-    rows = picture.cpu().expand(3, -1, -1).permute(1, 2, 0).flatten(1)
-    filtered = torch.full((len(rows), 1 + rows.shape[1]), 2, dtype=torch.uint8)  # the number of the filter comes first
-    filtered[:, 1:] = rows
-    filtered[1:, 1:] -= rows[:-1]
-    header = struct.pack(">IIBBBBB", picture.shape[2], picture.shape[1], 8, 2, 0, 0, 0)  # 8 bits, RGB
-    chunks = ((b"IHDR", header), (b"IDAT", zlib.compress(filtered.numpy().tobytes(), 3)), (b"IEND", b""))
-    uint32 = struct.Struct(">I").pack
-    return b"\x89PNG\r\n\x1a\n" + b"".join(
-        uint32(len(data)) + kind + data + uint32(zlib.crc32(kind + data)) for kind, data in chunks
-    )
+    """Return an image, uint8 [1 or 3, height, width], encoded as an RGB PNG."""
+    buffer = io.BytesIO()
+    [image] = _to_pillow(picture[None])
+    image.save(buffer, "PNG", compress_level=3)  # half the time of Pillow's 6, for a tenth to a third more bytes
+    return buffer.getvalue()
 
 
 def _canvas(width: int, height: int) -> tuple[Image.Image, ImageDraw.ImageDraw]:
