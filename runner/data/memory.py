@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -28,6 +28,9 @@ class ArraySamples(Samples):
     `content` is the `fingerprint`.
     """
 
+    numbers_at_once: ClassVar[int] = 1 << 16
+    """So many numbers are prepared at once: the calls for a small micro-batch take longer than its step."""
+
     inputs: Tree
     targets: Tree
     content: str = field(default="", kw_only=True)
@@ -45,7 +48,7 @@ class ArraySamples(Samples):
     def batches(self, micros: Iterable[MicroBatch], seed: int, device: torch.device) -> Iterator[Batch]:
         self._move(device)
         order = SampleOrder(len(self), seed, device, self.weights)
-        most = _TOGETHER // max(1, sum(each[0].numel() for each in tensors_of(self._parts())))
+        most = self.numbers_at_once // max(1, sum(each[0].numel() for each in tensors_of(self._parts())))
         for group in _groups(micros, most):
             bounds = _ranges(group)
             parts = [order.indices(*each) for each in bounds]
@@ -99,10 +102,6 @@ class ArraySamples(Samples):
 
     def _augmented(self, inputs: Tree, seed: int, epochs: torch.Tensor, draws: torch.Tensor) -> Tree:
         return inputs
-
-
-_TOGETHER = 1 << 16
-"""So many numbers of a data set are prepared at once: the calls for a small micro-batch take longer than its step."""
 
 
 def _groups(micros: Iterable[MicroBatch], most: int) -> Iterator[list[MicroBatch]]:

@@ -241,6 +241,8 @@ def _planned_samples(samples: Samples) -> Samples:
     """Return a copy of `samples` whose batches are not read, but made like its example, if it has one."""
     copied = copy.copy(samples)
     if copied.example is None:
+        # A few of many micro-batches are planned: what some hold of the next, 256 KiB at most, would be another amount.
+        copied.numbers_at_once = 0  # pyright: ignore[reportAttributeAccessIssue]
         return copied
 
     def batches(micros: Iterable[MicroBatch], seed: int, device: torch.device) -> Iterator[Any]:
