@@ -88,16 +88,12 @@ def test_small_batches_are_prepared_together_and_each_may_be_changed_in_place(si
         targets.zero_()
 
 
-def test_a_short_run_prepares_few_batches_that_it_does_not_need(monkeypatch):
-    stops, indices = [], SampleOrder.indices
-
-    def recorded(order: SampleOrder, start: int, stop: int) -> torch.Tensor:
-        stops.append(stop)
-        return indices(order, start, stop)
-
-    monkeypatch.setattr(SampleOrder, "indices", recorded)
-    take(pool(height=4, width=4), Plan(3), 0, 4)
-    assert stops == [3, 9, 21], "1, 2 and 4 batches of 3, for which one call each suffices"
+@pytest.mark.parametrize(("count", "prepared"), [(1, 1), (4, 7), (100, 127)])
+def test_a_short_run_prepares_few_batches_that_it_does_not_need(count, prepared):
+    asked = []
+    micros = (asked.append(micro) or micro for micro in Plan(3).stream(0))
+    assert len([*itertools.islice(pool(height=4, width=4).batches(micros, 0, CPU), count)]) == count
+    assert len(asked) == prepared, "1, 2, 4 … batches at once"
 
 
 @pytest.mark.parametrize(("accumulation", "world_size"), [(3, 1), (2, 3)])
