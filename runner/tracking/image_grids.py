@@ -63,7 +63,7 @@ def grid(images: torch.Tensor, captions: Sequence[str], good: Sequence[bool] | N
         canvas.paste(image, (left + (cell - width) // 2, top))
         draw.rectangle((left, top + height, left + cell - 1, top + height + strip - 1), color)
         center = (left + cell / 2, top + height + strip / 2)
-        _write(canvas, center, text, _WHITE, "mm")
+        write(canvas, center, text, _WHITE, "mm")
     return to_tensor(canvas)
 
 
@@ -79,15 +79,15 @@ def class_shares(counts: torch.Tensor, class_names: Sequence[str], most: int = 4
     bar, row, top = 240, 20, 28
     canvas, draw = _canvas(margin + bar + 110, top + row * len(shares) + _GAP)
     title = "accuracy of each class" if len(shares) < most else f"the {most} classes with the lowest accuracy"
-    _write(canvas, (margin, top / 2), title, _INK, "lm")
+    write(canvas, (margin, top / 2), title, _INK, "lm")
     for number, (share, i) in enumerate(shares):
         y = top + row * number
-        _write(canvas, (margin - 8, y + row / 2), names[i], _INK, "rm")
+        write(canvas, (margin - 8, y + row / 2), names[i], _INK, "rm")
         draw.rectangle((margin, y + 3, margin + bar, y + row - 4), (232, 236, 241))
         if share:
             draw.rectangle((margin, y + 3, margin + round(share * bar), y + row - 4), _BAR)
         text = f"{100 * share:.1f} %  of {total[i]}"
-        _write(canvas, (margin + bar + 8, y + row / 2), text, _INK, "lm")
+        write(canvas, (margin + bar + 8, y + row / 2), text, _INK, "lm")
     return to_tensor(canvas)
 
 
@@ -110,14 +110,14 @@ def confusion_matrix(counts: torch.Tensor, class_names: Sequence[str]) -> torch.
     canvas.paste(cells, (margin, margin))
     for i, name in enumerate(names):
         middle = margin + (i + 0.5) * cell
-        _write(canvas, (margin - 6, middle), name, _INK, "rm")
+        write(canvas, (margin - 6, middle), name, _INK, "rm")
         _draw_upwards(draw, name, middle, margin - 6)
         for j, (count, share) in enumerate(zip(counts[i].tolist(), shares[i].tolist(), strict=True)):
             color = _WHITE if share > 0.25 else _INK  # the square root is 0.5: half of the darkest blue
             text = str(count) if count < 100_000 else f"{count:.0e}"
-            _write(canvas, (margin + (j + 0.5) * cell, middle), text, color, "mm")
+            write(canvas, (margin + (j + 0.5) * cell, middle), text, color, "mm")
     draw.rectangle((margin - 1, margin - 1, end, end), outline=_INK)
-    _write(canvas, ((margin + end) / 2, 4), "predicted", _INK, "mt")
+    write(canvas, ((margin + end) / 2, 4), "predicted", _INK, "mt")
     _draw_upwards(draw, "true", 10, (margin + end) / 2)
     return to_tensor(canvas)
 
@@ -146,9 +146,7 @@ def _length(text: str) -> float:
     return font(_FONT).getlength(text)
 
 
-def _write(
-    canvas: Image.Image, place: tuple[float, float], text: str, color: tuple[int, int, int], anchor: str
-) -> None:
+def write(canvas: Image.Image, place: tuple[float, float], text: str, color: tuple[int, int, int], anchor: str) -> None:
     """Draw `text` at (column, row) as `ImageDraw.text` does, in a fifth of its time if the text was drawn before."""
     (x, column), (y, row) = map(math.modf, place)
     mask, left, top = _pixels(text, anchor, x, y)

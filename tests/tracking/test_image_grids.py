@@ -4,9 +4,9 @@ import io
 
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageDraw
 
-from runner.tracking.image_grids import BAD, GOOD, PLAIN, class_shares, confusion_matrix, grid, png
+from runner.tracking.image_grids import BAD, GOOD, PLAIN, class_shares, confusion_matrix, font, grid, png, write
 
 GAP, STRIP = 4, 18
 
@@ -60,6 +60,18 @@ def test_two_line_captions_are_stacked_and_long_captions_widen_the_cells():
     assert 80 < (picture.shape[2] - GAP) // 2 - GAP < 120
     assert picture.shape[1] == 2 * (64 + 2 * STRIP - 4 + GAP) + GAP
     assert 2 * (140 + GAP) < grid(images, ["x" * 100, "a", "b", "c"]).shape[2] <= 2 * (160 + GAP) + GAP
+
+
+@pytest.mark.parametrize("anchor", ["lm", "rm", "mm", "mt"])
+def test_text_has_the_pixels_of_pillow(anchor):
+    """Also at fractions of a pixel, over the edge, and of a text that was drawn before."""
+    ours, theirs = (Image.new("RGB", (120, 60), (200, 210, 220)) for _ in range(2))
+    lines = "\nis g" if anchor == "mm" else ""
+    for text, place in (("Ag 97%", (60.5, 30.25)), ("Ag 97%", (20, 10.75)), ("j", (118, 57.5)), ("7", (60.5, 5))):
+        write(ours, place, text + lines, (10, 60, 90), anchor)
+        style = {"font": font(12), "anchor": anchor, "align": "center", "spacing": 2}
+        ImageDraw.Draw(theirs).text(place, text + lines, (10, 60, 90), **style)
+    assert ours.tobytes() == theirs.tobytes()
 
 
 @pytest.mark.parametrize("channels", [1, 3])

@@ -18,9 +18,9 @@ _PLAIN = (bool, int, float, str, tuple, type(None))
 
 
 def form_of(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
-    """Return what has to be the same for optimizers that are computed together; something of its own if it cannot be.
+    """Return what has to be the same for optimizers that take their step together.
 
-    They are torch's, without hooks.
+    An optimizer that is not torch's, or has hooks, or a tensor among its options, has a form that no other has.
     """
     parts = parts_of(optimizer)
     hooks = [hook for each in parts for hook in (each._optimizer_step_pre_hooks, each._optimizer_step_post_hooks)]
