@@ -37,29 +37,28 @@ class Keeps(nn.Module):
 
 
 class Weighted(nn.Module):
-    """A cross-entropy with weights of classes by how often they were seen in training."""
+    """A cross-entropy with weights of classes by how often they were seen in training, and a buffer that grows."""
 
     def __init__(self):
         super().__init__()
         self.register_buffer("frequency", torch.full((3,), 1 / 3))
         self.register_buffer("calls", torch.zeros((), dtype=torch.uint16))
+        self.register_buffer("grown", torch.ones(0))
 
     def forward(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         if self.training:
             seen = torch.bincount(targets, minlength=3) / len(targets)
             self.frequency.lerp_(seen.to(self.frequency), 0.3)
+            self.grown = torch.cat([self.grown, self.grown.new_ones(1)])
         self.calls = (self.calls.int() + 1).to(torch.uint16)
         weights = (1 / self.frequency.clamp(min=0.05)).to(outputs.dtype)
-        return (cross_entropy(outputs, targets, reduction="none") * weights[targets]).mean()
-
-
-def network(noise: float = 1.0) -> nn.Module:
-    layers = {"first": nn.Linear(5, 8), "keeps": Keeps(noise), "tanh": nn.Tanh(), "last": nn.Linear(8, 3)}
-    return nn.Sequential(OrderedDict(layers))
+        loss = (cross_entropy(outputs, targets, reduction="none") * weights[targets]).mean()
+        return loss / (1 + 0.1 * len(self.grown))
 
 
 def quiet() -> nn.Module:
-    return network(noise=0)
+    layers = {"first": nn.Linear(5, 8), "keeps": Keeps(noise=0), "tanh": nn.Tanh(), "last": nn.Linear(8, 3)}
+    return nn.Sequential(OrderedDict(layers))
 
 
 def named_chain() -> nn.Module:
@@ -77,7 +76,7 @@ SHORT = ("device=cpu", "device.threads=1", "optimizer=sgd", "optimizer.lr=0.05",
 
 def train_given(overrides: tuple[str, ...], directory: Path, **code: Any) -> Any:
     """Train a run with code of the user on this rank; if there is a checkpoint in `directory`, it is resumed."""
-    given = user_code.passed(**{"model": network, "data": DATA, "loss": Weighted()} | code)
+    given = user_code.passed(**{"model": everything, "data": DATA, "loss": Weighted()} | code)
     with user_code.using(given):
         return train_on_rank(compose_config(*given.added_to([*SHORT, *overrides])), directory)
 
@@ -110,11 +109,6 @@ class Odd(nn.Module):
             self.count.copy_(self.count.int() + 1)
         scale = self.wide.imag.sum().to(x.dtype) + self.count.int().sum() + self.mask.exp().sum() + sum(self.log)
         return x * self.temperature / (10 + scale)
-
-
-def odd() -> nn.Module:
-    layers = {"first": nn.Linear(5, 8), "tanh": nn.Tanh(), "odd": Odd(), "last": nn.Linear(8, 3)}
-    return nn.Sequential(OrderedDict(layers))
 
 
 class Renames(nn.Sequential):
@@ -204,6 +198,13 @@ def evolving() -> nn.Module:
     return nn.Sequential(OrderedDict(layers))
 
 
+def everything() -> nn.Module:
+    """A network with state of all kinds."""
+    first, second = {"first": nn.Linear(5, 8), "keeps": Keeps()}, {"tanh": nn.Tanh(), "odd": Odd()}
+    last = {"middle": nn.Linear(8, 5), "evolves": Evolves(), "last": nn.Linear(5, 3)}
+    return nn.Sequential(OrderedDict(first | second | last))
+
+
 class Remembers(nn.Sequential):
     """It keeps a list, and counts high inputs, of which each process has seen others."""
 
@@ -216,19 +217,6 @@ class Remembers(nn.Sequential):
             self.peaks += int(x.max() > 2.5)
             self.seen.append(self.peaks)
         return super().forward(x) / (1 + self.peaks)
-
-
-class GrowingLoss(nn.Module):
-    """A cross-entropy that is scaled by the number of its calls, which a buffer has as its length."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("calls", torch.ones(0))
-
-    def forward(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        if self.training:
-            self.calls = torch.cat([self.calls, self.calls.new_ones(1)])
-        return cross_entropy(outputs, targets) / (1 + len(self.calls))
 
 
 class Fails(nn.Sequential):

@@ -2,8 +2,10 @@
 
 import json
 import os
+import re
 import signal
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,10 @@ from helpers.compose import TINY_CPU
 from helpers.events import MEASURED, scalar_curves
 from helpers.plain_loop import largest_difference
 from helpers.runs import newest_checkpoint
+
+from runner.config.composition import Composer
+from runner.config.overrides import quoted
+from runner.sweeps.sweep_jobs import Planner, SweepJobs
 
 FILES = ROOT / "tests" / "helpers" / "stacks"
 TASK = f"workload={FILES / 'strange.py'}"
@@ -38,7 +44,7 @@ SWEEPS: dict[str, tuple[str, ...]] = {
     "images, with everything in the update": (
         *(
             "model=convnet",
-            "data.size=28",
+            "data.size=16",
             "batch_size=16",
             "accumulation=2",
             "max_grad_norm=0.5",
@@ -51,7 +57,7 @@ SWEEPS: dict[str, tuple[str, ...]] = {
         *(TASK, "batch_size=8", *FEW, "optimizer=adamw,sgd", "optimizer.lr=0.01", "optimizer.weight_decay=0,0.1"),
     ),
     "agents": (*AGENT, "workload.discount=0.9,0.99", "workload.epsilon_final=0.1,0.3"),
-    "language models": (*LANGUAGE, "batch_size=2", *FEW, "seed=0,1,2", "optimizer.lr=0.003"),
+    "language models": (*LANGUAGE, "batch_size=2", *FEW, "seed=0,1", "optimizer.lr=0.003"),
 }
 
 
@@ -105,52 +111,40 @@ def test_runs_in_a_stack_are_as_if_alone(words, tmp_path):
     assert_same_runs(stacked, sweep(tmp_path / "alone", 1, *words)[0])
 
 
-REFUSED = FILES / "reads_a_value.py"
-
-
-def test_code_that_vmap_cannot_take_is_computed_one_by_one_and_named(tmp_path):
-    words = (f"workload={REFUSED}", "batch_size=8", *FEW, "seed=0,1,2")
-    stacked, _ = sweep(tmp_path / "stacked", 3, *words)
-    [line] = [i for i, text in enumerate(REFUSED.read_text().splitlines(), start=1) if "# this line" in text]
-    for each in stacked:
-        log = (each / "log.txt").read_text()
-        for what in ("training", "evaluations"):
-            assert f"{what}: the runs of the stack are computed one by one: torch.func.vmap cannot take" in log
-        assert f"{REFUSED}, line {line}: " in log
-    assert_same_runs(stacked, sweep(tmp_path / "alone", 1, *words)[0])
-
-
-LEFT_BEHIND = {
+ONE_BY_ONE = {
     "counter.py": "a pass changes calls, which",
     "loss.py": "a pass changes seen, which",
     "list.py": "a pass changes means, which",
     "kept.py": "a pass changes activations, which",
     "drawn.py": "a pass draws from random, and",
     "hook.py": "layer has hooks, which",
+    "reads_a_value.py": "torch.func.vmap cannot take",
 }
+"""What the log says of a file whose passes are not stacked."""
+ALONE = {
+    "with_hook.py": "after_step() may change anything of a run",
+    "with_global.py": "scale in with_global.py would be",
+}
+"""What the sweep says of a file of which each run has a process."""
 
 
-@pytest.mark.parametrize("file", LEFT_BEHIND)
-def test_what_a_pass_leaves_behind_is_not_shared(file, tmp_path):
-    words = (f"workload={FILES / file}", "batch_size=8", *FEW, "seed=0,1,2")
-    stacked, _ = sweep(tmp_path / "stacked", 3, *words)
-    assert all(f"one by one: {LEFT_BEHIND[file]}" in (each / "log.txt").read_text() for each in stacked)
-    assert_same_runs(stacked, sweep(tmp_path / "alone", 1, *words)[0])
-
-
-@pytest.mark.parametrize(
-    ("file", "why"),
-    [
-        ("with_hook.py", "after_step() may change anything of a run"),
-        ("with_global.py", "scale in with_global.py would be"),
-    ],
-)
-def test_code_with_a_state_of_its_own_has_a_process_for_each_run(file, why, tmp_path):
-    words = (f"workload={FILES / file}", "batch_size=8", *FEW, "optimizer.lr=0.01,0.05")
-    stacked, console = sweep(tmp_path / "stacked", 3, *words)
-    assert f"sweep.stack=3: jobs are computed one by one, as {why}" in console
-    assert " together" not in console
-    assert_same_runs(stacked, sweep(tmp_path / "alone", 1, *words)[0])
+def test_code_that_cannot_be_stacked_is_computed_run_by_run_as_if_alone_and_the_reason_is_said(tmp_path):
+    files = {**ONE_BY_ONE, **ALONE}
+    words = (f"workload={','.join(str(FILES / file) for file in files)}", "batch_size=8", *FEW, "seed=0,1")
+    runs, console = sweep(tmp_path / "stacked", 3, *words)
+    assert len(runs) == 2 * len(files)
+    assert console.count(", 2 together") == 2 * len(ONE_BY_ONE)
+    assert all(f"sweep.stack=3: jobs are computed one by one, as {why}" in console for why in ALONE.values())
+    for number, why in enumerate(ONE_BY_ONE.values()):
+        for run in runs[2 * number : 2 * number + 2]:
+            assert re.search(f"one by one: .*{re.escape(why)}", (run / "log.txt").read_text()), run
+    refused = FILES / "reads_a_value.py"
+    [line] = [i for i, text in enumerate(refused.read_text().splitlines(), start=1) if "# this line" in text]
+    log = (runs[2 * [*files].index(refused.name)] / "log.txt").read_text()
+    for what in ("training", "evaluations"):
+        assert f"{what}: the runs of the stack are computed one by one: torch.func.vmap cannot take" in log
+    assert f"{refused}, line {line}: " in log
+    assert_same_runs(runs, sweep(tmp_path / "alone", 1, *words)[0])
 
 
 def test_accumulation_of_own_code_is_proved_and_computed_together(tmp_path):
@@ -163,38 +157,41 @@ def test_accumulation_of_own_code_is_proved_and_computed_together(tmp_path):
 
 
 def test_runs_that_diverge_or_are_refused_end_alone(tmp_path):
-    words = (*TINY_CPU, "batch_size=32", "steps=130", "optimizer.weight_decay=1")  # weights are multiplied by -899
-    stacked, console = sweep(tmp_path / "stacked", 4, *words, "optimizer.lr=0.01,900,2000,0.02", code=3)
+    words = (*TINY_CPU, "batch_size=32", "steps=60", "optimizer.weight_decay=1000")  # multiplies weights by 1 - 1000 lr
+    stacked, console = sweep(tmp_path / "stacked", 4, *words, "optimizer.lr=0.001,900,2000,0.0005", code=3)
     assert "2 of 4 jobs done, 1 refused, 1 diverged" in console
     assert "optimizer.lr: got 2000" in console
-    alone, _ = sweep(tmp_path / "alone", 1, *words, "optimizer.lr=0.01,0.02")
+    alone, _ = sweep(tmp_path / "alone", 1, *words, "optimizer.lr=0.001,0.0005")
     done = [each for each in stacked if json.loads((each / "result.json").read_text())["status"] == "done"]
     assert (len(stacked), len(done)) == (3, 2)
     for our, their in zip(done, alone, strict=True):
         assert largest_difference(outcome(our)["weights"], outcome(their)["weights"]) < 1e-12
 
 
-@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGKILL])
-def test_a_stack_that_is_stopped_or_killed_goes_on_as_a_stack(sent, tmp_path):
-    words = (
-        *SWEEPS["a strange network of the user's"],
-        "steps=300",
-        "eval_every=150",
-        "save_every=20",
-        "log_every=500",
-    )
-    command = Command(tmp_path / "broken", "-m", *DOUBLE, "sweep.stack=4", *words)
-    wait_until(lambda: len(glob(command.cwd, "outputs/sweeps/*/*/0*/checkpoints/step_*")) >= 8)
-    for pid in processes_in(command.cwd) if sent == signal.SIGKILL else [command.pid]:
-        with suppress(ProcessLookupError):
-            os.kill(pid, sent)
-    assert command.wait()[0] == (75 if sent == signal.SIGTERM else -9)
-    wait_until(lambda: not processes_in(command.cwd))
-    code, console = run_command("-m", *DOUBLE, "sweep.stack=4", *words, "resume=auto", cwd=command.cwd)
+def test_a_stack_that_is_stopped_and_later_killed_goes_on_as_a_stack(tmp_path):
+    words = (*SWEEPS["a strange network of the user's"], "steps=30", "eval_every=15", "save_every=4")
+
+    def start(gate: str) -> Command:
+        typed = ("-m", *DOUBLE, "sweep.stack=4", *words, "resume=auto")
+        return Command(tmp_path / "broken", *typed, STEP_GATE=gate)
+
+    for saved, gate, sent in ((8, "10:never", signal.SIGTERM), (20, "22:never", signal.SIGKILL)):
+        command = start(gate)
+        pattern = f"outputs/sweeps/*/*/0*/checkpoints/step_{saved:08d}"
+        wait_until(partial(lambda cwd, pattern: len(glob(cwd, pattern)) == 4, command.cwd, pattern))
+        for pid in processes_in(command.cwd) if sent == signal.SIGKILL else [command.pid]:
+            with suppress(ProcessLookupError):
+                os.kill(pid, sent)
+        assert command.wait_for_all_processes()[0] == (75 if sent == signal.SIGTERM else -9)
+    command = start("")
+    code, console = command.wait()
     assert code == 0, console
     assert "4 together" in console
     runs = sorted(each for each in command.cwd.glob("outputs/sweeps/*/*/0*") if each.is_dir())
-    assert all("resumed after step" in (each / "log.txt").read_text() for each in runs)
+    for each in runs:
+        resumed = [int(step) for step in re.findall(r"resumed after step (\d+)", (each / "log.txt").read_text())]
+        assert resumed[0] in (9, 10)
+        assert resumed[1] == 20
     unbroken, _ = sweep(tmp_path / "unbroken", 4, *words)
     for our, their in zip(map(outcome, runs), map(outcome, unbroken), strict=True):
         assert largest_difference(our["weights"], their["weights"]) < 1e-12
@@ -222,15 +219,18 @@ def test_what_ends_the_process_of_a_stack_is_said_for_each_run(tmp_path):
         assert "the last words\n" in printed.read_text()
 
 
-def test_only_runs_that_differ_in_numbers_are_computed_together(tmp_path):
-    words = ("model=tiny", "data.size=8", "steps=2", "seed=0,1", "model.hidden=4,8", "batch_size=16")
-    stacked, console = sweep(tmp_path / "a", 4, *words)
-    assert len(stacked) == 4
-    assert console.count("2 together") == 4
-    words = (*words[:3], "seed=0,1", "parallel=dp,single")
-    _, console = sweep(tmp_path / "b", 4, *words)
-    assert console.count("2 together") == 2
-    assert "sweep.stack=4: jobs are computed one by one, as parallel=dp divides a run among processes" in console
+def test_only_runs_that_differ_in_numbers_are_computed_together(capsys):
+    typed = (*DOUBLE, "model=tiny", "seed=0,1", "model.hidden=4,8", "parallel=single,dp", "sweep.stack=4")
+    planner = Planner(sweep_jobs := SweepJobs(Composer(), [quoted(word, sweep=True) for word in typed]), None)
+    keys: dict[str, list[str]] = {}
+    for number, overrides in enumerate(sweep_jobs):
+        rest = " ".join(word for word in overrides if word.startswith(("model.", "parallel=")))
+        keys.setdefault(rest, []).append(planner.plan(number, overrides).stack_key)
+    assert len(keys) == 4
+    assert all(first == second for first, second in keys.values())
+    assert len({first for first, _ in keys.values() if first}) == 2
+    assert [rest for rest, each in keys.items() if each == ["", ""]] == [rest for rest in keys if "dp" in rest]
+    assert "sweep.stack=4: jobs are computed one by one, as parallel=dp divides" in capsys.readouterr().err
 
 
 def test_what_is_wrong_with_the_option_is_said_before_anything_runs(tmp_path):
