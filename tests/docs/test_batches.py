@@ -23,7 +23,7 @@ COMMON = ("device=cpu", "device.threads=1", "precision=64", "optimizer=sgd", "op
 def train(ranks: Any, name: str, overrides: list[str], directory: Path) -> Any:
     file = f"workload={ROOT / 'docs' / 'examples' / name}.py"
     count = 2 if any(word.startswith("parallel=") for word in overrides) else 1
-    config = compose_config(file, *COMMON, "batch_size=16", "steps=2", *overrides)
+    config = compose_config(file, *COMMON, "batch_size=8", "steps=2", *overrides)
     return ranks(count).call_on_all(trained_with, {}, config, directory, [file])[0]
 
 

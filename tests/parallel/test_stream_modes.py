@@ -27,7 +27,6 @@ def train(kind: str, mode: str, ranks: Any, directory: Path) -> Any:
 MODES = [
     "accumulation=4",
     "data.workers=1",
-    "compile=step",
     "parallel=ddp accumulation.steps=3",
     "parallel=fsdp accumulation=2",
     "parallel=pipeline parallel.split_size=3",
@@ -60,19 +59,19 @@ def test_a_worker_of_hogwild_trains_on_the_samples_of_a_plain_loop(tmp_path, mon
 
 
 RESUMED = [
-    ("Noisy", "parallel=single", "parallel=ddp"),
-    ("Noisy", "parallel=ddp accumulation=2", "data.workers=1"),
-    ("Stateful", "parallel=ddp", "accumulation=2"),
-    ("Stateful", "data.workers=1", "parallel=fsdp"),
-    ("Stateful", "parallel=pipeline parallel.split_size=3", "data.workers=1"),
-    ("Stateful", "parallel=ensemble", "parallel=ensemble"),
-    ("Late", "parallel=single", "parallel=single"),
-    ("Unsaved", "parallel=single", "parallel=single"),
+    ("Noisy", "parallel=single", "parallel=ddp", 2),
+    ("Noisy", "parallel=ddp accumulation=2", "data.workers=1", 5),
+    ("Stateful", "parallel=ddp", "accumulation=2", 5),
+    ("Stateful", "data.workers=1", "parallel=fsdp", 2),
+    ("Stateful", "data.workers=1", "parallel=single", 5),
+    ("Stateful", "parallel=pipeline parallel.split_size=3", "data.workers=1", 2),
+    ("Stateful", "parallel=ensemble", "parallel=ensemble", 5),
+    *[(kind, "parallel=single", "parallel=single", step) for kind in ("Late", "Unsaved") for step in (2, 5)],
 ]
+"""The stream, the modes before and after the resume, and its step: in the first pass or in the second."""
 
 
-@pytest.mark.parametrize(("kind", "before", "after"), RESUMED)
-@pytest.mark.parametrize("step", [2, 5], ids=["in the first pass", "in the second"])
+@pytest.mark.parametrize(("kind", "before", "after", "step"), RESUMED)
 def test_a_stream_goes_on_in_another_mode_where_it_was(kind, before, after, step, ranks, tmp_path):
     train(kind, f"{before} steps={step} eval_every=1", ranks, tmp_path)
     train(kind, f"{after} steps=6", ranks, tmp_path)

@@ -48,7 +48,7 @@ def test_all_jobs_of_a_sweep_run_whatever_its_console_is_and_it_fails_if_one_doe
 
 
 @FULL
-@pytest.mark.parametrize("command", [" --help", " --cfg job", " runs ."])
+@pytest.mark.parametrize("command", [" --help", " runs ."])
 def test_a_command_that_only_prints_fails_if_it_cannot_but_not_if_its_reader_leaves(command, tmp_path):
     folder = tmp_path.joinpath(*["a" * 200] * 10)
     for number in range(40):  # the output of `runs` is larger than the buffer of a pipe

@@ -76,7 +76,7 @@ def test_every_mode_equals_plain_torch_on_the_same_transitions(mode, accumulatio
     assert [value for _, value in logged["train/q_mean"]] == pytest.approx(values, rel=1e-5)
 
 
-@pytest.mark.parametrize("mode", ["single", "ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mode", ["ddp", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("single", "fsdp"))])
 def test_every_mode_equals_plain_torch_in_float32_up_to_rounding(mode, ranks, tmp_path):
     overrides = (f"parallel={mode}", "accumulation=2", f"max_grad_norm={CLIP}")
     do(ranks, MODES[mode], tmp_path / "run", *overrides, change=draw_given)
@@ -123,13 +123,12 @@ IMAGES = (*agents.IMAGES, "workload.record_video=true", "workload.eval_episodes=
 
 @pytest.mark.cases(
     ("ddp", (), "ema.decay=0.9"),
-    ("single", IMAGES, "ema.decay=0.9"),
-    ("single", IMAGES, "workload.n_step=3"),
+    ("single", IMAGES, "ema.decay=0.9 workload.n_step=3"),
     ("fsdp", IMAGES, "workload.n_step=1"),
     ("ensemble", IMAGES, "workload.n_step=1"),
 )
 def test_an_agent_resumes_bitwise(mode, images, more, ranks, tmp_path):
-    processes, overrides = MODES.get(mode, 2), (f"parallel={mode}", *images, more)
+    processes, overrides = MODES.get(mode, 2), (f"parallel={mode}", *images, *more.split())
     whole = do(ranks, processes, tmp_path / "whole", *overrides)
     assert do(ranks, processes, tmp_path / "halves", *overrides, "steps=5").steps == 5
     (tmp_path / "halves/result.json").unlink(missing_ok=True)
