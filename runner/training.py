@@ -93,7 +93,7 @@ def train(
             try:
                 with torch_refusals(run):
                     if state.step == 0 and user_code.given().names():
-                        check_round_trip(state.modules, run.parallel, state.optimizer, session)
+                        check_round_trip(state.modules, run.parallel, session)
                     try_evaluation(state)
                     status, error = loop(state, take_step, recorder, progress, stop), ""
             except DivergedError as diverged:

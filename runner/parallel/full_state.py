@@ -35,6 +35,11 @@ def collect(
     return with_versions(copied(tensors, keep), tensors), states if keep else {}
 
 
+def without_state(model: torch.nn.Module) -> torch.optim.Optimizer:
+    """Return an optimizer that has no state, for those who want that of the model alone."""
+    return torch.optim.SGD([{"params": [*model.parameters()]}])  # of which a stage may have none
+
+
 def copied(state: dict[str, Any], keep: bool = True) -> dict[str, Any]:
     """Return copies of the values of `state`, full tensors on the CPU; with `keep=False`, only take part in that."""
     copies = {}

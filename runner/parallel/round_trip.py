@@ -12,7 +12,7 @@ from runner.config import user_code
 from runner.config.errors import ABSENT, ConfigError, check, described
 from runner.parallel.base import Parallel
 from runner.parallel.collectives import Collectives, bytes_of
-from runner.parallel.full_state import collect, copied, load_module, local_part
+from runner.parallel.full_state import collect, copied, load_module, local_part, without_state
 from runner.parallel.modules import Modules
 from runner.parallel.session import Session
 from runner.storage.checkpoint import beside_tensors, reread
@@ -34,24 +34,22 @@ def check_no_new_parameters(model: torch.nn.Module, before: set[str]) -> None:
     check(not made, "model", type(model).__name__, why, "make them in __init__, or use a lazy module of torch")
 
 
-def check_round_trip(modules: Modules, parallel: Parallel, optimizer: torch.optim.Optimizer, session: Session) -> None:
+def check_round_trip(modules: Modules, parallel: Parallel, session: Session) -> None:
     """Save the modules of a run in memory, and load them again; they then have the same bits. Called on every rank.
 
     Raises:
         ConfigError: if a part of their state cannot be saved, or is not loaded as it was.
     """
     (model, *losses), collectives = modules.each, session.collectives
+    stateless = without_state(model)  # as copies of the moments would take twice the memory of the weights
     with modules.synchronized():
         with _refused("model"):
             if session.plan.num_members:  # each rank has its own
-                state, of_optimizer = collect(model, optimizer, keep=True)
-                state = _read_again(state, "model")
+                state = _read_again(collect(model, stateless, keep=True)[0], "model")
             else:
-                state, of_optimizer = parallel.full_state(model, optimizer)
-                state = _sent_to_all(state, collectives)
-                of_optimizer = collectives.from_rank_0(lambda: of_optimizer)
+                state = _sent_to_all(parallel.full_state(model, stateless)[0], collectives)
             before = _emptied(model, collectives)
-            parallel.load_full_state(model, optimizer, state, of_optimizer)
+            parallel.load_full_state(model, stateless, state, {})
             _check_restored(model, before, "model")
         for loss in losses:
             with _refused("loss"):

@@ -41,6 +41,8 @@ def reset_peak(device: torch.device) -> None:
         torch.accelerator.empty_cache()
         torch.accelerator.reset_peak_memory_stats(device)
     elif device.type == "cpu":
+        if libc := _glibc():
+            libc.malloc_trim(0)
         with suppress(OSError):  # not allowed in some containers, where the peak then counts from the process's start
             (_PROC / "clear_refs").write_text("5")  # proc(5): resets VmHWM
 

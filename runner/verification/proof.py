@@ -238,9 +238,7 @@ class _Proof:
                 return _words(kind, found, FLOAT32_ROUNDING) + f"{why}depends on how it is divided" * is_of_parts
         if lost := sorted({*tested.replaced} ^ {*reference.replaced}):
             return f"weights that the forward pass replaces ({lost[0]}) are not kept, or only by some processes"
-        pair = (each.tensors["weights"].items() for each in (tested, reference))
-        ours, theirs = ({name: each for name, each in weights if name in reference.replaced} for weights in pair)
-        if not (found := largest_difference(ours, theirs)).size <= FLOAT32_ROUNDING:
+        if not (found := self._largest(tested, reference, "weights")).size <= FLOAT32_ROUNDING:
             return _words("weights", found, FLOAT32_ROUNDING)
         return self._other_buffers(tested, reference)
 
@@ -314,9 +312,12 @@ class _Proof:
     def _recorded(self, run: Run, session: Session) -> Steps:
         try:
             with torch_refusals(run):
-                return record(run, session, self._scratch, _SWITCHES[self._switch])
+                steps = record(run, session, self._scratch, _SWITCHES[self._switch])
         except DivergedError as error:
             return Steps(diverged=str(error))
+        weights = steps.tensors["weights"]  # all the others are as they were
+        steps.tensors["weights"] = {name: each for name, each in weights.items() if name in steps.replaced}
+        return steps
 
     def _refused(self, why: str) -> ConfigError:
         key, value = next(iter(self._ways.items()))

@@ -26,7 +26,7 @@ from runner.data.base import copied, shard_bounds
 from runner.failures import torch_refusals
 from runner.models.layers import normalizes_batches
 from runner.parallel.collectives import Collectives, bytes_of
-from runner.parallel.full_state import full_tensor, local_part
+from runner.parallel.full_state import full_tensor, local_part, without_state
 from runner.parallel.session import Session
 from runner.precision import Double
 from runner.result import Result
@@ -151,7 +151,7 @@ def record(
     def keep_first_gradients(*_: Any) -> None:
         if len(samples) == 1:  # in later steps, the weights of the two runs may differ
             named = state.model.named_parameters()
-            gradients.update({name: p.grad.detach().clone() for name, p in named if p.grad is not None})
+            gradients.update({name: on_host(p.grad.detach()) for name, p in named if p.grad is not None})
 
     def before_update(*_: Any) -> None:
         keep_first_gradients()
@@ -163,15 +163,14 @@ def record(
             elif (
                 is_in_place
                 or address != local_part(parameter).data_ptr()
-                or not bits.equal(bytes_of(local_part(parameter)))
+                or not bits.equal(bytes_of(local_part(parameter)).cpu())
             ):
                 replaced.add(name)
 
     def after_update(*_: Any) -> None:
-        named = state.model.named_parameters()
-        weights.update(
-            {name: (p._version, local_part(p).data_ptr(), bytes_of(local_part(p)).clone()) for name, p in named}
-        )
+        for name, parameter in state.model.named_parameters():
+            local = local_part(parameter)
+            weights[name] = parameter._version, local.data_ptr(), on_host(bytes_of(local))
 
     state.optimizer.register_step_pre_hook(before_update)
     state.optimizer.register_step_post_hook(after_update)
@@ -203,9 +202,9 @@ def record(
     whole = {name: full_tensor(gradient).cpu() for name, gradient in gradients.items()}
     tensors["gradients"] = collectives.gather_to_rank0(whole)
     tensors["evaluation"] = evaluated(state)
-    without_state = torch.optim.SGD(state.model.parameters())  # nobody compares that of the optimizer
+    weights.clear()
     with state.modules.synchronized():
-        full, _ = run.parallel.full_state(state.model, without_state)
+        full, _ = run.parallel.full_state(state.model, without_state(state.model))
     full = {name: each for name, each in full.items() if isinstance(each, torch.Tensor)}  # without extra states
     trained = set(chain(*collectives.all_gather([name for name, _ in state.model.named_parameters()])))
     tensors["weights"] = {name: tensor for name, tensor in full.items() if name in trained}
@@ -225,6 +224,11 @@ def record(
     of_steps = zip(*(steps for _, steps in of_shards), strict=True)
     in_order = [sorted(chain.from_iterable(parts)) for parts in of_steps]
     return Steps(in_order, tensors, expected, "", draws, sorted(written), sorted(replaced))
+
+
+def on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy, which takes no memory of an accelerator unless `tensor` is sharded."""
+    return tensor.clone() if hasattr(tensor, "to_local") else tensor.to("cpu", copy=True)
 
 
 def call_other_hooks(state: State) -> None:

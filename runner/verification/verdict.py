@@ -203,11 +203,12 @@ def largest_difference(tested: Tensors, reference: Tensors) -> Difference:
         return Difference(torch.inf, f"{min(others)} is missing or has another shape")
     exact = {name: each for name, each in reference.items() if not (each.is_floating_point() or each.is_complex())}
     sizes = {name: float((tested[name] != each).double().mean().sqrt()) for name, each in exact.items() if each.numel()}
-    inexact = {name: _wide(each) for name, each in reference.items() if name not in exact}
-    least = 1e-3 * torch.stack([torch.zeros(()), *(each.norm() for each in inexact.values())]).norm()
-    for name, each in inexact.items():
-        divisor = torch.maximum(each.norm(), least).clamp_min(1e-30)
-        sizes[name] = float((_wide(tested[name]) - each).norm() / divisor)
+    # One at a time, as in float64 all of them would take twice the memory of the network.
+    norms = {name: _wide(each).norm() for name, each in reference.items() if name not in exact}
+    least = 1e-3 * torch.stack([torch.zeros(()), *norms.values()]).norm()
+    for name, norm in norms.items():
+        difference = _wide(tested[name]) - _wide(reference[name])
+        sizes[name] = float(difference.norm() / torch.maximum(norm, least).clamp_min(1e-30))
     if not sizes:
         return Difference(0.0, "there are none")
     worst = max(sizes, key=lambda name: (sizes[name] != sizes[name], sizes[name]))  # nan is the largest

@@ -54,6 +54,11 @@ def tanh() -> nn.Module:
     return chain(nn.Tanh())
 
 
+def wide() -> nn.Module:
+    """Weights that take more memory than everything else."""
+    return chain(nn.Linear(8, 500), *(nn.Linear(500, 500) for _ in range(6)), nn.Linear(500, 8))
+
+
 def reused() -> nn.Module:
     activation = nn.Tanh()
     return chain(activation, nn.Linear(8, 8), activation)
@@ -405,6 +410,7 @@ def case(model: Any, data: Any = None, **parts: Any) -> dict[str, Any]:
 
 CASES: dict[str, dict[str, Any]] = {
     "plain": case(tanh),
+    "wide": case(wide),
     "reused": case(reused),
     "in_place": case(in_place),
     "experts": case(Experts),

@@ -1,6 +1,7 @@
 """Measure the memory of tensors from the allocations that the profiler records."""
 
 import gc
+from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import accumulate
 from pathlib import Path
@@ -17,8 +18,8 @@ def measured_peak(config: dict[str, Any], directory: Path, process: Collectives 
     """The peak memory of tensors, in bytes, during the first two steps of the run of `config` on this rank."""
     run = build_run(config)
     connected = nullcontext(process) if process else run.parallel.launcher(run.device).connect()
-    gc.collect()  # or the recording would contain releases of earlier allocations
-    with connected as process, profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recording:
+
+    def two_steps() -> None:
         session = run.prepare(process)
         with run.settings(session.device):
             state = prepare(run, session, directory)
@@ -26,6 +27,16 @@ def measured_peak(config: dict[str, Any], directory: Path, process: Collectives 
             state.model.train()
             for step in session.plan.steps(0, 2):
                 train_step(state, batches, step, log_due=False)
+
+    with connected as process:
+        return peak_of(two_steps)
+
+
+def peak_of(work: Callable[..., object], *arguments: Any) -> int:
+    """The peak memory of tensors, in bytes, while `work(*arguments)` runs in this process."""
+    gc.collect()  # or the recording would contain releases of earlier allocations
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recording:
+        work(*arguments)
     tree: Any = recording.profiler
     return _peak(tree.kineto_results.experimental_event_tree())
 

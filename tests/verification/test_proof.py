@@ -11,6 +11,7 @@ from helpers import incorrect_modes
 from helpers.plain_loop import largest_difference, weights_at
 from helpers.ranks import Ranks
 from helpers.strange_networks import CASES, PLAIN, config_of, trained
+from helpers.tensor_memory import peak_of
 from torch.nn.functional import cross_entropy
 
 from runner.model.base import copied_module
@@ -151,3 +152,12 @@ def test_a_strange_network_trains_to_the_weights_of_a_plain_loop(name, mode, ran
     assert not isinstance(result, str), result
     decay, momentum = 0.1 if "weight_decay" in mode else 0.0, 0.9 if "momentum" in mode else 0.0
     assert largest_difference(weights_at(tmp_path, 4), plain_weights(name, decay, momentum)) < 1e-12
+
+
+@pytest.mark.parametrize("mode", ["accumulation=2", "parallel=ddp", "parallel=fsdp"])
+def test_what_comes_before_the_first_step_takes_no_more_memory_than_a_checkpoint(mode, ranks, tmp_path):
+    """Weights, gradients and two moments are four copies of the weights; a checkpoint takes three more."""
+    weights = sum(each.nbytes for each in CASES["wide"]["model"]().parameters())
+    config = config_of("wide", *mode.split(), "steps=1", "eval_every=0", "save_every=0")
+    peaks = ranks(1 if "accumulation" in mode else 2).call_on_all(peak_of, trained, "wide", config, tmp_path)
+    assert max(peaks) < 7.3 * weights, [peak / weights for peak in peaks]
