@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.command import ROOT, run_command
+from helpers.dry_run import run_in_this_process
 from helpers.plain_loop import largest_difference, weights_at
 from helpers.runs import assert_checkpoint_bitwise_equal, checkpoint_tensors, only_run
 from PIL import Image
@@ -80,7 +81,7 @@ def succeeds(cwd: Path, *words: str) -> str:
 
 
 def refused(cwd: Path, *words: str) -> str:
-    code, console = run_command(*words, cwd=cwd)
+    code, console = run_in_this_process([*words], cwd)
     assert code == 2, console
     return console
 
@@ -112,7 +113,8 @@ def test_a_saved_run_never_runs_its_code_unless_it_is_typed(here, capsys):
     [line] = [line for line in console.splitlines() if line.startswith("resume: ")]
     for file in ("mine.py", "networks.py"):
         (here / file).write_text(f"{MARK}{(here / file).read_text()}")
-    console = refused(here, f"resume={run}")
+    code, console = run_command(f"resume={run}", cwd=here)
+    assert code == 2, console
     typed = shlex.split(" ".join(console.partition("type: ")[2].split("\n")))
     assert typed[:3] == shlex.split(line)[1:4] == ["python", "-m", "runner"]
     assert {*typed[3:]} == {f"resume={run}", "workload=mine.py", "model=networks.py:wide"}

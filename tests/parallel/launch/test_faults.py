@@ -51,12 +51,10 @@ SLOW_EVALUATIONS = ("eval_every=1", "workload.eval_batch_size=16", "save_every=1
 """Options with which a run does not end before the fault; a resumed run keeps the options of the session before."""
 SLOW_SAVING = ("eval_every=60", "workload.eval_batch_size=256", "save_every=1")
 SESSIONS = (
-    (0, signal.SIGKILL, "evaluating"),
     (None, signal.SIGTERM, "start"),
     (1, signal.SIGKILL, "start"),
     (0, signal.SIGTERM, "evaluating"),
     (1, signal.SIGKILL, "saving"),
-    (None, signal.SIGUSR1, "evaluating"),
     (1, signal.SIGINT, "evaluating"),
 )
 """The rank that gets a signal, or None for the command itself; the signal; and when."""
@@ -138,7 +136,7 @@ TIMEOUT = 8
 PAUSED = ("hogwild", "pipeline", "ddp")
 BROKEN = [
     *(("ddp", 0, "stops"), ("ddp", 1, "stops at the start"), ("hogwild", 1, "stops")),
-    *(("ddp", 1, "hangs"), ("pipeline", 0, "hangs"), ("hogwild", 1, "hangs"), ("fsdp", 0, "hangs")),
+    *(("ddp", 1, "hangs"), ("pipeline", 0, "hangs"), ("hogwild", 1, "hangs")),
 ]
 """The mode, and the rank that is stopped or hangs: it still sends heartbeats, but the other waits in a collective."""
 

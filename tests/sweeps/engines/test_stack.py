@@ -14,6 +14,7 @@ import safetensors.torch
 import torch
 from helpers.command import ROOT, Command, glob, processes_in, run_command, wait_until
 from helpers.compose import TINY_CPU
+from helpers.dry_run import run_in_this_process
 from helpers.events import MEASURED, scalar_curves
 from helpers.plain_loop import largest_difference
 from helpers.runs import newest_checkpoint
@@ -239,7 +240,7 @@ def test_what_is_wrong_with_the_option_is_said_before_anything_runs(tmp_path):
         ("sweep.stack=some",): "sweep.stack: got 'some'",
         ("sweep=slurm", "sweep.stack=2"): "sweep.stack: got 2: on other machines, each job is computed alone",
     }.items():
-        code, console = run_command("-m", "seed=0,1", *words, cwd=tmp_path)
+        code, console = run_in_this_process(["-m", "seed=0,1", *words], tmp_path)
         assert code == 2
         assert text in console
     assert not (tmp_path / "outputs").exists()
