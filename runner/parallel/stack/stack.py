@@ -22,6 +22,7 @@ from runner.parallel.stack.member import ALONE, Request, UpdateRequest
 from runner.parallel.stack.updates import update_together
 from runner.parallel.stack.weights import Weights
 from runner.seeds import drawn_since, random_states, set_random_states
+from runner.system.torch_errors import is_out_of_memory
 from runner.system.trees import Tree, map_tensors, tensors_of
 from runner.system.turns import Seat
 
@@ -88,8 +89,10 @@ class Stack:
                 why = self._why_alone(requests)
             if not why:
                 return self._computed(requests, keep=True)
-        except Exception as error:  # of code that `vmap` cannot take; a run meets errors of its own again
+        except Exception as error:  # a run meets errors of its own again
             why = f"torch.func.vmap cannot take the code ({place(error)})"
+            if is_out_of_memory(error):
+                why = f"there is not enough memory for {len(requests)} at once"
         self._alone.add(kind)
         for each in requests:
             what = "training" if each.weight is not None else "evaluations"

@@ -120,6 +120,7 @@ ONE_BY_ONE = {
     "drawn.py": "a pass draws from random, and",
     "hook.py": "layer has hooks, which",
     "reads_a_value.py": "torch.func.vmap cannot take",
+    "out_of_memory.py": "there is not enough memory for 2 at once",
 }
 """What the log says of a file whose passes are not stacked."""
 ALONE = {
