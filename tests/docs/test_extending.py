@@ -54,14 +54,27 @@ def train(site: Path, tmp_path) -> Train:
     return partial(train_in, tmp_path, site)
 
 
-def test_a_mode_of_another_package_computes_what_one_device_computes(site, tmp_path, train):
-    single = train(*TINY, "precision=64")
+def test_a_mode_of_another_package_computes_what_one_device_computes_and_a_script_reads_the_results(
+    site, tmp_path, train
+):
+    single = train(*TINY, "precision=64", "log_every=1")
     ours = train_in(tmp_path / "ours", site, *TINY, "precision=64", "parallel=all_reduce", "accumulation=2")
     assert (single["world_size"], ours["world_size"]) == (1, 2)
     assert ours["steps"] == single["steps"] == 2
     assert ours["metrics"]["eval/accuracy"] == single["metrics"]["eval/accuracy"]
     assert ours["metrics"]["eval/loss"] == pytest.approx(single["metrics"]["eval/loss"], rel=1e-6)  # summed in float32
     assert largest_difference(weights_of(ours), weights_of(single)) < 1e-12
+
+    # Without the runner
+    words = [sys.executable, str(EXAMPLES / "read_results.py"), "outputs"]
+    variables = {**os.environ, "PYTHONPATH": ""}
+    shown = subprocess.run(words, cwd=tmp_path, env=variables, capture_output=True, text=True, check=True).stdout
+    best = f"best={single['best']['value']}"
+    assert shown.rstrip("\n").split("\t") == [single["directory"].name, "done", "steps=2", best]
+    curves = (single["directory"] / "curves.csv").read_text().splitlines()
+    losses = [line.split(",") for line in curves if line.startswith("train/loss,")]
+    assert [step for _, step, _ in losses] == ["1", "2"]
+    assert float(losses[-1][2]) == pytest.approx(single["metrics"]["train/loss"], rel=1e-6)
 
 
 def test_a_workload_of_another_package_trains_and_reports_its_loss(train):
@@ -108,16 +121,3 @@ def test_a_tracker_of_another_package_gets_every_point_once(train):
     assert resumed["directory"] == first["directory"]
     assert [line for line in file.read_text().splitlines() if ",train/loss," in line] == losses
     assert not list(first["directory"].glob("events.*")), "this tracker stands in the place of TensorBoard's"
-
-
-def test_results_are_read_without_the_runner(train, tmp_path):
-    result = train(*TINY, "log_every=1")
-    words = [sys.executable, str(EXAMPLES / "read_results.py"), "outputs"]
-    variables = {**os.environ, "PYTHONPATH": ""}
-    shown = subprocess.run(words, cwd=tmp_path, env=variables, capture_output=True, text=True, check=True).stdout
-    best = f"best={result['best']['value']}"
-    assert shown.rstrip("\n").split("\t") == [result["directory"].name, "done", "steps=2", best]
-    curves = (result["directory"] / "curves.csv").read_text().splitlines()
-    losses = [line.split(",") for line in curves if line.startswith("train/loss,")]
-    assert [step for _, step, _ in losses] == ["1", "2"]
-    assert float(losses[-1][2]) == pytest.approx(result["metrics"]["train/loss"], rel=1e-6)
