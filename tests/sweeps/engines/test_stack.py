@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+import yaml
 from helpers.command import ROOT, Command, glob, processes_in, run_command, wait_until
 from helpers.compose import TINY_CPU
 from helpers.dry_run import run_in_this_process
@@ -21,6 +22,7 @@ from helpers.runs import newest_checkpoint
 
 from runner.config.composition import Composer
 from runner.config.overrides import quoted
+from runner.config.user_code import UserCode, using
 from runner.sweeps.sweep_jobs import Planner, SweepJobs
 
 FILES = ROOT / "tests" / "helpers" / "stacks"
@@ -62,11 +64,22 @@ SWEEPS: dict[str, tuple[str, ...]] = {
 }
 
 
-def sweep(path: Path, stack: int | str, *words: str, code: int = 0) -> tuple[list[Path], str]:
+def sweep(path: Path, stack: int, *words: str, code: int = 0) -> tuple[list[Path], str]:
     """Run a sweep below `path`; return the directories of its runs, and what it printed."""
     found, console = run_command("-m", *DOUBLE, f"sweep.stack={stack}", *words, cwd=path)
     assert found == code, console
     return sorted(each for each in path.glob("outputs/sweeps/*/*/0*") if each.is_dir()), console
+
+
+def alone(path: Path, stacked: list[Path], own_process: bool = False) -> list[Path]:
+    """Train each of the runs, in this process or one of its own; return their directories below `path`."""
+    path.mkdir(exist_ok=True)
+    for run in stacked:
+        typed = [*yaml.safe_load((run / "overrides.yaml").read_text()), f"--run-directory={path / run.name}"]
+        with using(UserCode()):
+            code, console = run_command(*typed, cwd=path) if own_process else run_in_this_process(typed, path)
+        assert code == 0, console
+    return [path / run.name for run in stacked]
 
 
 def outcome(run: Path) -> dict[str, Any]:
@@ -109,7 +122,7 @@ def test_runs_in_a_stack_are_as_if_alone(words, tmp_path):
     logs = [(each / "log.txt").read_text() for each in stacked]
     assert all("together with other runs" in each for each in logs)
     assert [line for each in logs for line in each.splitlines() if "one by one" in line] == []
-    assert_same_runs(stacked, sweep(tmp_path / "alone", 1, *words)[0])
+    assert_same_runs(stacked, alone(tmp_path / "alone", stacked))
 
 
 ONE_BY_ONE = {
@@ -146,7 +159,9 @@ def test_code_that_cannot_be_stacked_is_computed_run_by_run_as_if_alone_and_the_
     for what in ("training", "evaluations"):
         assert f"{what}: the runs of the stack are computed one by one: torch.func.vmap cannot take" in log
     assert f"{refused}, line {line}: " in log
-    assert_same_runs(runs, sweep(tmp_path / "alone", 1, *words)[0])
+    count = 2 * len(ONE_BY_ONE)
+    assert_same_runs(runs[:count], alone(tmp_path / "alone", runs[:count]))
+    assert_same_runs(runs[count:], alone(tmp_path / "alone", runs[count:], own_process=True))
 
 
 def test_accumulation_of_own_code_is_proved_and_computed_together(tmp_path):
@@ -155,7 +170,7 @@ def test_accumulation_of_own_code_is_proved_and_computed_together(tmp_path):
     assert "2 together" in console
     logs = [(each / "log.txt").read_text() for each in stacked]
     assert all("proof: the first step is that of a single device" in each and "one by one" not in each for each in logs)
-    assert_same_runs(stacked, sweep(tmp_path / "alone", 1, *words)[0])
+    assert_same_runs(stacked, alone(tmp_path / "alone", stacked))
 
 
 def test_runs_that_diverge_or_are_refused_end_alone(tmp_path):
@@ -163,10 +178,9 @@ def test_runs_that_diverge_or_are_refused_end_alone(tmp_path):
     stacked, console = sweep(tmp_path / "stacked", 4, *words, "optimizer.lr=0.001,900,2000,0.0005", code=3)
     assert "2 of 4 jobs done, 1 refused, 1 diverged" in console
     assert "optimizer.lr: got 2000" in console
-    alone, _ = sweep(tmp_path / "alone", 1, *words, "optimizer.lr=0.001,0.0005")
     done = [each for each in stacked if json.loads((each / "result.json").read_text())["status"] == "done"]
     assert (len(stacked), len(done)) == (3, 2)
-    for our, their in zip(done, alone, strict=True):
+    for our, their in zip(done, alone(tmp_path / "alone", done), strict=True):
         assert largest_difference(outcome(our)["weights"], outcome(their)["weights"]) < 1e-12
 
 
@@ -205,8 +219,8 @@ def test_a_run_of_a_stack_resumes_alone_in_another_mode(tmp_path):
     stacked, _ = sweep(tmp_path / "stacked", 2, *words, "steps=8", "seed=0,1")
     for cwd, run in ((tmp_path / "stacked", stacked[1]), (tmp_path / "alone", None)):
         start = (f"resume={run}", "parallel=ddp", "parallel.processes=2")
-        alone = (*words, "log_every=2", "seed=1", f"--run-directory={tmp_path / 'one'}")
-        code, console = run_command(*(start if run else alone), "steps=12", cwd=cwd)
+        single = (*words, "log_every=2", "seed=1", f"--run-directory={tmp_path / 'one'}")
+        code, console = run_command(*(start if run else single), "steps=12", cwd=cwd)
         assert code == 0, console
     ours, theirs = outcome(stacked[1]), outcome(tmp_path / "one")
     assert largest_difference(ours["weights"], theirs["weights"]) < 1e-12
