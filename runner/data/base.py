@@ -11,7 +11,7 @@ import torch
 
 from runner.batching import MicroBatch
 from runner.config.errors import ConfigError, check
-from runner.system.trees import Tree, map_tensors
+from runner.system.trees import Tree, map_tensors, num_rows
 
 IGNORED = -100
 """The class of targets that the cross-entropy ignores, as in torch."""
@@ -25,6 +25,20 @@ class Batch(NamedTuple):
     several inputs, and a dict inputs by name."""
     targets: Tree
     """[n, …], as the loss takes them: class indices int64 [n], or probabilities or values float32 [n, m]; or a tree."""
+
+
+class CollatedBatch(Batch):
+    """A `Batch` that `collate` of the user has made of `num_samples`, of which each tensor may have other rows."""
+
+    def __new__(cls, inputs: Tree, targets: Tree, num_samples: int | None = None) -> CollatedBatch:
+        batch: Any = super().__new__(cls, inputs, targets)
+        batch.num_samples = num_samples
+        return batch
+
+
+def num_samples_of(batch: Batch) -> int:
+    """Return the number of samples in a batch."""
+    return getattr(batch, "num_samples", None) or num_rows(batch.targets)
 
 
 class Collated(NamedTuple):
@@ -98,6 +112,10 @@ class Samples(ABC):
 
         Each sample is used once. A data set may leave out samples that cannot be read.
         """
+
+    def copied_values(self) -> dict[str, Any]:
+        """Return the numbers and texts in attributes of a data set of which worker processes have copies, by name."""
+        return {}
 
     def extra_results(self, all_gather: Callable[[Any], list[Any]]) -> dict[str, Any]:
         """Return entries for `result.json`, such as the number of skipped files; as `Workload.extra_results`."""

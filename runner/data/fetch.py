@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,12 +13,12 @@ from torch.utils.data import Subset, default_collate
 
 from runner.config import user_code
 from runner.config.errors import ABSENT, ConfigError, check, described
-from runner.data.base import Batch, Collated, DataError, Samples, may_be_tokens, shape_of
+from runner.data.base import Batch, Collated, CollatedBatch, DataError, Samples, may_be_tokens, shape_of
 from runner.data.forms import Arrays, pair, single
 from runner.data.generators import generators_of, seed_all
 from runner.data.workers import Workers
 from runner.system.generators import seed_host, seeded
-from runner.system.trees import Tree, leaves_of, map_tensors, tensors_of
+from runner.system.trees import Tree, leaves_of, map_tensors, strided_parts, tensors_of
 
 HASHED = 16
 """The number of samples of a data set that its fingerprint covers."""
@@ -39,8 +40,9 @@ class BatchMaker:
 
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any] | None = None, is_divided: bool = True):
         self.dataset, self.collate, self.is_divided = dataset, collate, is_divided
+        self.form: Any = Collated if not is_divided else Batch if collate is None else CollatedBatch
 
-    def _batch(self, samples: list[Any], numbers: Iterable[int], seed: int, generators: list[Any]) -> tuple[Tree, Any]:
+    def _batch(self, samples: list[Any], numbers: Iterable[int], seed: int, generators: list[Any]) -> tuple[Any, ...]:
         """Return the parts of a `Batch` or `Collated`; messages call samples by `numbers`; collating uses `seed`."""
         if self.collate is not None:
             return self._collated(samples, seed, generators)
@@ -60,13 +62,14 @@ class BatchMaker:
         both = (inputs, targets) if self.is_divided else inputs
         kinds = {type(leaf).__name__ for _, leaf in leaves_of(both) if not isinstance(leaf, torch.Tensor)}
         why = f"its inputs or targets are {' and '.join(sorted(kinds))}"
-        check(not kinds, "data", name, why, "return tensors, arrays or numbers, or define collate(samples)")
+        remedy = "return tensors, arrays or numbers, or define collate(samples)"
+        check(not kinds or not self.is_divided, "data", name, why, remedy)  # a step may use texts, such as paths
         return map_tensors(single, inputs), targets
 
     def _divided(self, batch: Any, what: str, count: int) -> tuple[Tree, Any]:
         return pair(batch, what, type(self.dataset).__name__) if self.is_divided else (batch, count)
 
-    def _collated(self, samples: list[Any], seed: int, generators: list[Any]) -> tuple[Tree, Any]:
+    def _collated(self, samples: list[Any], seed: int, generators: list[Any]) -> tuple[Any, ...]:
         seed_generators(seed, generators)
         assert self.collate is not None
         try:
@@ -78,7 +81,8 @@ class BatchMaker:
         if not tensors_of(inputs):
             why = f"it returns no tensors{user_code.place(self.collate)}"
             raise ConfigError("collate", ABSENT, why, "return tensors, of all samples in the list")
-        return map_tensors(single, inputs), targets
+        parts = map_tensors(single, inputs), targets
+        return (*parts, len(samples)) if self.is_divided else parts
 
 
 class Fetch(BatchMaker):
@@ -95,14 +99,14 @@ class Fetch(BatchMaker):
         # Reading an item of a list draws nothing, and seeding the generators for it takes longer than reading it.
         self._may_draw = type(dataset) not in (list, tuple, Arrays)
 
-    def __call__(self, job: Job) -> tuple[Tree, Any]:
+    def __call__(self, job: Job) -> tuple[Any, ...]:
         with seeded(0):
             generators = generators_of(self.dataset)  # now, as the data set may have made some since the last batch
             pairs = zip(job.indices, job.seeds, strict=True)
             samples = [self._sample(index, seed, generators) for index, seed in pairs]
             return self._batch(samples, job.indices, job.seeds[0], generators)
 
-    def some(self) -> tuple[Tree, Any]:
+    def some(self) -> tuple[Any, ...]:
         """Return a few samples from the whole data set."""
         count = len(self.dataset)
         indices = [*range(0, count, -(-count // HASHED))]
@@ -141,8 +145,8 @@ def item(dataset: Any, index: int) -> Any:
 class UserSamples(Samples):
     """Samples that `workers` load: `first` is a batch of the first one by `maker`, and `content` the fingerprint."""
 
-    def __init__(self, workers: Workers, content: str, maker: BatchMaker, first: tuple[Tree, Any]):
-        self._workers, self._content, self.form = workers, content, Batch if maker.is_divided else Collated
+    def __init__(self, workers: Workers, content: str, maker: BatchMaker, first: tuple[Any, ...]):
+        self._workers, self._content, self.form = workers, content, maker.form
         self.example = self.form(*first)
         self.num_workers, self.shape = workers.count, shape_of(first[0])
         self.has_tokens = may_be_tokens(first[0])
@@ -158,6 +162,8 @@ def zeros_like_batch(example: Tree, n: int) -> Tree:
     """Return zeros for n samples, in the form of a batch of one: its tensors have a row, or its lists an item, each."""
     if isinstance(example, Collated):
         return Collated(zeros_like_batch(example.batch, n), n)
+    if isinstance(example, CollatedBatch):
+        return CollatedBatch(zeros_like_batch(example.inputs, n), zeros_like_batch(example.targets, n), n)
     if isinstance(example, list) and len(example) == 1:
         return [map_tensors(torch.zeros_like, example[0]) for _ in range(n)]
     if isinstance(example, Mapping):
@@ -172,7 +178,7 @@ def zeros_like_batch(example: Tree, n: int) -> Tree:
 def sha256(tree: Tree) -> str:
     """Return a hash of all tensors in a tree."""
     digest = hashlib.sha256()
-    for tensor in tensors_of(tree):
+    for tensor in chain.from_iterable(map(strided_parts, tensors_of(tree))):
         digest.update(f"{tensor.dtype} {tuple(tensor.shape)} ".encode())
         digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

@@ -22,7 +22,7 @@ from runner.data.base import DataError
 from runner.system.cpu import cores_per_process
 from runner.system.forkserver import start_server, without_main_module
 from runner.system.torch_errors import is_out_of_shared_memory
-from runner.system.trees import map_leaves, map_tensors, tensors_of
+from runner.system.trees import holds_objects, map_leaves, map_tensors, tensors_of
 
 _POLL, _SECONDS_TO_END = 0.5, 1.0
 _SMALL_BYTES = 1 << 18
@@ -149,7 +149,7 @@ class _Small:
 def _loaded(load: Callable[[J], T], job: J) -> Any:
     loaded = load(job)
     is_large = sum(each.nbytes for each in tensors_of(loaded) if each.layout == torch.strided) > _SMALL_BYTES
-    return loaded if is_large else map_tensors(_as_small, loaded)
+    return loaded if is_large or holds_objects(loaded) else map_tensors(_as_small, loaded)
 
 
 def _as_small(tensor: torch.Tensor) -> Any:

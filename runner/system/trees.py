@@ -1,9 +1,11 @@
-"""Samples and outputs of any structure: tensors, nested in mappings, lists, tuples, named tuples and dataclasses."""
+"""Samples and outputs of any structure: tensors, nested in mappings, lists, tuples, and objects with attributes."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -11,6 +13,8 @@ import torch
 
 Tree: TypeAlias = Any
 """A tensor, or tensors and other values that are nested."""
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
 def map_leaves(function: Callable[..., Any], *trees: Any) -> Any:
@@ -31,7 +35,13 @@ def map_leaves(function: Callable[..., Any], *trees: Any) -> Any:
         return mapped
     if isinstance(first, list | tuple) and not isinstance(first, torch.Size):
         values = [map_leaves(function, *each) for each in zip(*trees, strict=True)]
-        return type(first)(*values) if hasattr(first, "_fields") else type(first)(values)
+        if _is_packed(first):
+            values[1] = first[1] if isinstance(values[1], torch.Tensor) else values[1]  # their lengths: on the CPU
+        if not hasattr(first, "_fields"):
+            return type(first)(values)
+        mapped = first._make(values)  # pyright: ignore[reportAttributeAccessIssue]
+        vars(mapped).update(vars(first)) if hasattr(first, "__dict__") else None
+        return mapped
     if dataclasses.is_dataclass(first) and not isinstance(first, type):
         mapped = copy.copy(first)
         for field in dataclasses.fields(first):
@@ -39,7 +49,40 @@ def map_leaves(function: Callable[..., Any], *trees: Any) -> Any:
                 value = map_leaves(function, *(getattr(each, field.name) for each in trees))
                 object.__setattr__(mapped, field.name, value)  # it may be frozen
         return mapped
+    if attributes := _attributes(first):
+        mapped = copy.copy(first)
+        for key, value in attributes.items():
+            values = (value, *(getattr(each, key) for each in trees[1:]))
+            vars(mapped)[key] = map_leaves(function, *values)
+        return mapped
     return function(*trees)
+
+
+def _is_packed(value: Any) -> bool:
+    return isinstance(value, torch.nn.utils.rnn.PackedSequence)  # which importing torch lazily does not need
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    """Return the attributes of an object that are tensors, or lists and mappings of some, as of a batch of graphs."""
+    if type(value) in _PLAIN or isinstance(value, type | torch.nn.Module):
+        return {}
+
+    def holds(each: Any) -> bool:
+        parts = each.values() if isinstance(each, Mapping) else each if isinstance(each, list | tuple) else [each]
+        return any(isinstance(part, torch.Tensor) for part in parts)
+
+    return {key: each for key, each in getattr(value, "__dict__", {}).items() if holds(each)}
+
+
+def holds_objects(tree: Tree) -> bool:
+    """Return whether something in a tree must hold tensors, as objects that are known by their attributes."""
+    if isinstance(tree, torch.Tensor):
+        return False
+    if isinstance(tree, Mapping):
+        return any(map(holds_objects, tree.values()))
+    if isinstance(tree, list | tuple):
+        return _is_packed(tree) or any(map(holds_objects, tree))
+    return bool(_attributes(tree))
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], tree: Tree) -> Tree:
@@ -52,11 +95,52 @@ def tensors_of(tree: Tree) -> list[torch.Tensor]:
     return [leaf for _, leaf in leaves_of(tree) if isinstance(leaf, torch.Tensor)]
 
 
+def strided_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return the strided tensors of which a sparse or a nested tensor is made; of any other one, itself."""
+    if tensor.is_nested:
+        return [*tensor.unbind()]
+    if tensor.layout == torch.sparse_coo:
+        tensor = tensor.coalesce()
+        return [tensor.indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return [tensor]
+
+
 def call(function: Callable[..., Any], inputs: Tree) -> Any:
-    """Call a network with one input, with a tuple or list of several, or with a dict of those that have names."""
+    """Call a network with one input, with a tuple or list of several, or with a dict of those that have names.
+
+    One whose `forward` takes a single argument, which has no name in the dict, is called with all of them as one.
+    """
+    if _is_packed(inputs):
+        return function(inputs)
     if isinstance(inputs, Mapping):
-        return function(**inputs)
-    return function(*inputs) if isinstance(inputs, tuple | list) else function(inputs)
+        return function(inputs) if _takes_one(type(function), (), (*inputs,)) else function(**inputs)
+    if not isinstance(inputs, tuple | list):
+        return function(inputs)
+    return function(inputs) if _takes_one(type(function), (None,) * len(inputs), ()) else function(*inputs)
+
+
+@functools.lru_cache(maxsize=256)
+def _takes_one(network: type, inputs: tuple[None, ...], names: tuple[Any, ...]) -> bool:
+    """Return whether the class of a network cannot be called with so many inputs, or such names, but with one input."""
+    if not issubclass(network, torch.nn.Module):
+        return False
+    try:
+        signature = inspect.signature(network.forward)
+    except (TypeError, ValueError):  # of TorchScript, for example
+        return False
+    try:
+        signature.bind(None, *inputs, **dict.fromkeys(map(str, names)))
+    except TypeError:
+        try:
+            signature.bind(None, None)
+        except TypeError:
+            return False
+        return True
+    return False
 
 
 def num_rows(tree: Tree) -> int:
@@ -80,6 +164,8 @@ def leaves_of(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         parts = enumerate(tree)
     elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         parts = ((each.name, getattr(tree, each.name)) for each in dataclasses.fields(tree) if hasattr(tree, each.name))
+    elif attributes := _attributes(tree):
+        parts = attributes.items()
     else:
         yield name, tree
         return

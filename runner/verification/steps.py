@@ -254,7 +254,8 @@ def evaluated(state: State) -> Tensors:
     first = next(workload.batches(model, Plan(plan.batch_size, seed=plan.seed), 0, state.session.device))
     inputs = getattr(first, "inputs", None)  # a workload may have batches, and a loss, of its own
     count = plan.batch_size
-    if not tensors_of(inputs) or any(not each.dim() or len(each) != count for each in tensors_of(inputs)):
+    found = tensors_of(inputs)
+    if not found or any(not each.dim() or each.layout != torch.strided or len(each) != count for each in found):
         return {}
 
     def evaluate(infer: Callable[[torch.Tensor], Any], shard: tuple[int, int], device: torch.device) -> MetricSums:

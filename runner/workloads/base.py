@@ -119,6 +119,11 @@ class Workload(ABC):
         """
         return self.train_metrics, False
 
+    @property
+    def user_loss(self) -> Any:
+        """The function, module or object of the user that computes the loss; None if there is none."""
+        return None
+
     def loss_module(self) -> torch.nn.Module | None:
         """Return the loss if it is a module: checkpoints save its state, and it is evaluated in evaluation mode."""
         return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from numbers import Real
 from typing import Any, NamedTuple, NoReturn, TypeAlias, cast
 
 import torch
@@ -65,11 +66,13 @@ def losses_of(returned: Any, num_samples: int, function: Any) -> Losses:
         why = f"it returns a dict of {', '.join(values) or 'nothing'}"
         _refuse(why, function, 'call what is to be minimized "loss"')
     names = ("loss", *(name for name in values if name != "loss"))
-    parts = [_total_and_count(values[name], function) for name in names]
+    in_training = torch.is_grad_enabled()
+    parts = [_total_and_count(values[name], function, in_training and name == "loss") for name in names]
     total, count = parts[0]
-    if torch.is_grad_enabled() and not (total.requires_grad or torch_private.is_batched(total)):  # as in training
+    device = next((each.device for each, _ in parts if isinstance(each, torch.Tensor)), torch.device("cpu"))
+    if in_training and not (total.requires_grad or torch_private.is_batched(total)):
         _refuse(f"it returns a {total.dtype} that does not depend on the weights", function, NO_GRADIENT)
-    to_sum = partial(_scalar, dtype=sum_dtype(total.device), device=total.device)
+    to_sum = partial(_scalar, dtype=sum_dtype(device), device=device)
     sums = torch.stack([to_sum(total * (num_samples if count is None else 1)) for total, count in parts])
     counts = torch.stack([to_sum(num_samples if count is None else count) for _, count in parts])
     per_sample = total if count is None else total / num_samples
@@ -89,20 +92,31 @@ def means_of(parts: Iterable[Mapping[str, torch.Tensor]]) -> dict[str, float]:
     return {name: float(total / count) for name, (total, count) in totals.items()}
 
 
-def _total_and_count(value: Any, function: Any) -> tuple[torch.Tensor, Any]:
-    """Return the sum and the count of a value that a loss returns; of a mean over samples, the mean and None."""
+def _total_and_count(value: Any, function: Any, is_trained: bool) -> tuple[Any, Any]:
+    """Return the sum and the count of a value that a loss returns; of a mean over samples, the mean and None.
+
+    What is not trained may be a number, as of `item()`.
+    """
     is_pair = isinstance(value, tuple) and len(value) == 2
     total, count = cast(Any, value if is_pair else (value, None))
-    is_number = isinstance(count, int | float) and not isinstance(count, bool)
-    for each in (total, *([count] if is_pair and not is_number else [])):
-        if not isinstance(each, torch.Tensor) or each.dim():
+    is_number = isinstance(count, Real) and not isinstance(count, bool)
+    is_plain = not is_trained and isinstance(total, Real) and not isinstance(total, torch.Tensor)
+    for each in (*([] if is_plain else [total]), *([count] if is_pair and not is_number else [])):
+        if not isinstance(each, torch.Tensor) or each.numel() != 1:
             found = f"a tensor {list(each.shape)}" if isinstance(each, torch.Tensor) else f"a {type(each).__name__}"
             _refuse(f"it returns {'a pair with ' * is_pair}{found}, and no scalar", function, _REMEDY)
         if each.is_complex():
             _refuse("it returns a complex number", function, "return a real one, such as loss.real or loss.abs()")
-    if is_number and not 0 <= count < math.inf:
+    if is_number and not 0 <= float(count) < math.inf:
         _refuse(f"it returns the count {count}", function, "a count is finite and not negative, as that of tokens")
-    return total, count
+    return _without_dimensions(total), _without_dimensions(count)
+
+
+def _without_dimensions(value: Any) -> Any:
+    """Return a tensor of one number without dimensions, and a number of NumPy as one of Python."""
+    if isinstance(value, torch.Tensor):
+        return value.reshape(()) if value.dim() else value
+    return value if value is None or type(value) in (int, float) else float(value)
 
 
 def _scalar(value: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

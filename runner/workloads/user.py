@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
@@ -16,10 +17,10 @@ from torch.nn.functional import mse_loss
 from runner.batching import Plan
 from runner.config import user_code
 from runner.config.errors import ABSENT, ConfigError, check
-from runner.data.base import IGNORED, Batch, LabeledSamples, Samples, copied
+from runner.data.base import IGNORED, Batch, CollatedBatch, LabeledSamples, Samples, copied, num_samples_of
 from runner.data.memory import ArraySamples
 from runner.storage.signature import OUTPUTS
-from runner.system.trees import Tree, map_tensors, num_rows, rows_of, tensors_of
+from runner.system.trees import Tree, call, map_tensors, num_rows, rows_of, tensors_of
 from runner.tracking.metrics import BatchSums, MetricSums
 from runner.workloads.cross_entropy import CrossEntropyWorkload
 from runner.workloads.evaluation_metrics import EvaluationMetrics
@@ -154,17 +155,24 @@ class UserWorkload(UserCodeWorkload, CrossEntropyWorkload[Samples]):
         both = comparable(outputs, targets)
         return self._as_sum(self._loss, *both) if self._as_sum else self._loss(*both)
 
-    def _evaluated(self, outputs: Tree, targets: Tree) -> Losses:
-        return losses_of(self._given(outputs, targets), num_rows(targets), self._loss)
+    def _evaluated(self, both: tuple[Tree, Tree], count: int) -> Losses:
+        return losses_of(self._given(*both), count, self._loss)
 
     @property
     def loss_form(self) -> tuple[tuple[str, ...], bool] | None:
         return self._form
 
-    def loss_of(self, outputs: Tree, targets: Tree) -> tuple[torch.Tensor, BatchSums]:
-        found = losses_of(self.criterion(outputs, targets), num_rows(targets), self._loss)
+    def loss(self, model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, BatchSums]:
+        return self.loss_of(call(model, batch.inputs), batch.targets, num_samples_of(batch))
+
+    def loss_of(self, outputs: Tree, targets: Tree, count: int | None = None) -> tuple[torch.Tensor, BatchSums]:
+        found = losses_of(self.criterion(outputs, targets), count or num_rows(targets), self._loss)
         self._form = found.checked_form(self._form, self._loss)
         return found.per_sample, found.sums
+
+    @property
+    def user_loss(self) -> Any:
+        return self._loss
 
     def loss_module(self) -> torch.nn.Module | None:
         return self._loss if isinstance(self._loss, torch.nn.Module) else None
@@ -178,10 +186,15 @@ class UserWorkload(UserCodeWorkload, CrossEntropyWorkload[Samples]):
     def few_samples(self, count: int, device: torch.device) -> Iterator[None]:
         held_out, loss, checked = self.held_out, self._loss, self._mean_is_checked
         is_array = isinstance(held_out, ArraySamples)
-        some = next(iter(held_out.in_order(count, (0, 1), device))) if is_array else _first(held_out)
-        rows = torch.arange(count) % num_rows(some.targets)
-        inputs, targets = map_tensors(lambda each: each[rows].to(device), some)  # copies
-        self.held_out, self._loss, self._mean_is_checked = ArraySamples(inputs, targets), copy.deepcopy(loss), True
+        several: Any = held_out
+        if isinstance(held_out.example, CollatedBatch):  # whose tensors may have other rows than those of samples
+            batch = next(iter(held_out.in_order(count, (0, 1), device)))
+            several = SimpleNamespace(in_order=lambda *_: iter([copied(batch)]))  # for every shard
+        else:
+            some = next(iter(held_out.in_order(count, (0, 1), device))) if is_array else _first(held_out)
+            rows = torch.arange(count) % num_rows(some.targets)
+            several = ArraySamples(*map_tensors(lambda each: each[rows].to(device), some))  # copies
+        self.held_out, self._loss, self._mean_is_checked = several, copy.deepcopy(loss), True
         try:
             with self.extra.trial():
                 yield
@@ -195,9 +208,10 @@ class UserWorkload(UserCodeWorkload, CrossEntropyWorkload[Samples]):
             outputs, targets = comparable(infer(batch.inputs), batch.targets)
             if isinstance(self._loss, torch.nn.Module):
                 self._loss.to(outputs if isinstance(outputs, torch.Tensor) else device)
-            found = self._evaluated(*copied((outputs, targets)))
+            count = num_samples_of(batch)
+            found = self._evaluated(copied((outputs, targets)), count)
             if not self._mean_is_checked and not found.has_own_count:
-                self._check_mean(found, outputs, targets)
+                self._check_mean(found, outputs, targets, count)
             values = found.by_name()
             if self._measures_accuracy:
                 valid = targets != IGNORED
@@ -215,15 +229,14 @@ class UserWorkload(UserCodeWorkload, CrossEntropyWorkload[Samples]):
         device = next((each.device for part in sums["losses"] for each in part.values()), torch.device("cpu"))
         return means | self.extra.compute(sums, device)
 
-    def _check_mean(self, found: Losses, outputs: Tree, targets: Tree) -> None:
+    def _check_mean(self, found: Losses, outputs: Tree, targets: Tree, n: int) -> None:
         """Warn, once, if the loss of a batch is not the mean of the losses of its halves."""
-        n = num_rows(targets)
         half, both = n // 2, (outputs, targets)
         if not half or any(len(each) != n for each in tensors_of(both) if each.dim()):
             return
         self._mean_is_checked = True
-        halves = (copied(rows_of(both, *rows)) for rows in ((0, half), (half, n)))
-        first, second = (self._evaluated(*each) for each in halves)
+        halves = (((first, last), copied(rows_of(both, first, last))) for first, last in ((0, half), (half, n)))
+        first, second = (self._evaluated(each, last - first) for (first, last), each in halves)
         whole, parts = (float(each[0, 0]) / n for each in (found.sums, first.sums + second.sums))
         if math.isfinite(whole) and math.isfinite(parts) and not math.isclose(whole, parts, rel_tol=1e-4, abs_tol=1e-7):
             text = "the loss of %d samples is %.6g, but the mean over its halves %.6g: it is no mean over samples, and "

@@ -1,0 +1,99 @@
+"""Batches in forms of a user's own: training and evaluations are those of a plain loop, however they are divided."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers.batches_of_users import CASES, Graphs, data
+from helpers.compose import compose_config
+from helpers.plain_loop import largest_difference, weights_at
+from helpers.strange_networks import CPU, PLAIN, trained_with
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import default_collate
+
+from runner.config import user_code
+from runner.seeds import derive
+from runner.system.trees import call, map_tensors
+
+STEPS, BATCH = 4, 12
+MODES = ["", "accumulation=2", "data.workers=1", "parallel=ddp", "parallel=fsdp"]
+OPTIONS = [*CPU, *PLAIN, f"steps={STEPS}", f"eval_every={STEPS}", "workload.eval_batch_size=5", "save_every=0"]
+
+
+def doubled(tree: Any) -> Any:
+    return map_tensors(lambda each: each.double() if each.is_floating_point() else each, tree)
+
+
+def loss_of(case: dict[str, Any], model: nn.Module, samples: list[Any]) -> Any:
+    """Return the loss of samples in one batch, in plain PyTorch: a tensor of one number, or (sum, count)."""
+    batch = doubled(case.get("collate", default_collate)(samples))
+    if step := case.get("training_step"):
+        found = step(model, batch)
+        return found["loss"] if isinstance(found, dict) else found
+    inputs, targets = batch
+    outputs = model(*inputs) if case["collate"].__name__ == "sparse" else model(inputs)
+    return case.get("loss", cross_entropy)(outputs, targets)
+
+
+def plain(case: dict[str, Any]) -> tuple[dict[str, torch.Tensor], float]:
+    """Return the weights after a plain loop, and the mean loss of all held-out samples."""
+    train, held_out = case.get("data", data)()
+    torch.manual_seed(derive(0, "weights"))
+    model: nn.Module = case["model"]().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    order = torch.randperm(48, generator=torch.Generator().manual_seed(derive(0, "order", 0)))
+    for rows in order.split(BATCH):
+        optimizer.zero_grad()
+        found = loss_of(case, model, [train[int(row)] for row in rows])
+        (found[0] / int(found[1]) if isinstance(found, tuple) else found).backward()
+        optimizer.step()
+    with torch.no_grad():
+        each = [loss_of(case, model, [held_out[row]]) for row in range(len(held_out))]
+    pairs = [found if isinstance(found, tuple) else (found, 1) for found in each]
+    return model.state_dict(), float(sum(total for total, _ in pairs)) / sum(int(count) for _, count in pairs)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", CASES)
+def test_training_and_evaluations_are_those_of_a_plain_loop(name, mode, ranks, tmp_path):
+    parts = {"data": data, **CASES[name]}
+    config = compose_config(*user_code.passed(**parts).added_to([*OPTIONS, *mode.split()]))
+    result = ranks(1 + mode.startswith("parallel")).call_on_all(trained_with, parts, config, tmp_path)[0]
+    assert not isinstance(result, str), result
+    weights, loss = plain(CASES[name])
+    assert largest_difference(weights_at(tmp_path, STEPS), weights) < 1e-12
+    assert result.metrics["eval/loss"] == pytest.approx(loss, rel=1e-6)
+
+
+def test_an_object_is_a_tree_of_its_attributes_and_is_not_changed():
+    batch = Graphs([data()[0][0]])
+    nodes, store = batch.nodes, batch.store
+    other = map_tensors(lambda each: each + 1, batch)
+    assert other.nodes.equal(nodes + 1)
+    assert other.store["of"].equal(store["of"] + 1)
+    assert other.num_graphs == 1
+    assert (batch.nodes is nodes, batch.store is store) == (True, True)
+
+
+def test_a_network_is_called_with_one_argument_only_if_it_takes_no_more():
+    class One(nn.Module):
+        def forward(self, both: Any, scale: float = 1.0) -> Any:
+            return both
+
+    class Two(nn.Module):
+        def forward(self, first: Any, second: Any = None) -> Any:
+            return first, second
+
+    class Named(nn.Module):
+        def forward(self, first: Any) -> Any:
+            return first
+
+    assert call(One(), (1, 2, 3)) == (1, 2, 3)
+    assert call(One(), {"first": 1}) == {"first": 1}
+    assert call(Two(), (1, 2)) == (1, 2)
+    assert call(Two(), [1]) == (1, None)
+    assert call(Named(), {"first": 1}) == 1
+    assert call(lambda *inputs: inputs, (1, 2)) == (1, 2)
