@@ -104,7 +104,7 @@ class CompiledStep:
         log.info("compile=step: the first step takes longer, as it is compiled")
         random = random_states(state.session.devices)
         before, (buffers, inputs) = state.modules.plain_values(), copied((self._buffers, batch))
-        with attributes_kept(state.modules.each):
+        with state.code.unchanged(), attributes_kept(state.modules.each):
             loss, _ = self._loss(self._parameters, buffers, inputs, 1.0)
             self._check_state(batch, before, buffers)
         form = state.run.workload.loss_form

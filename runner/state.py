@@ -15,9 +15,10 @@ from typing import Any
 import torch
 
 from runner.batching import Step
+from runner.code_state import CodeState, roots_of
 from runner.config import user_code
 from runner.config.errors import ConfigError, check, shortened
-from runner.data.base import copied
+from runner.data.base import Samples, copied
 from runner.device import flops_per_second
 from runner.parallel import full_state
 from runner.parallel.modules import Modules
@@ -34,6 +35,7 @@ from runner.storage.saved_run import config_text, named_checkpoint
 from runner.storage.signature import saved_signature, signature_text
 from runner.storage.value_checks import CONTENT_ERRORS, TensorSpec, check_like
 from runner.system import memory, torch_errors
+from runner.torch_optimizer import changed_options, load_changed_options, options_of
 from runner.tracking.metrics import BatchSums, DivergedError, StepTimer, quantiles
 from runner.workloads.base import Workload, check_metrics
 from runner.workloads.phases import Phase
@@ -68,6 +70,8 @@ class State:
         self.model_description, self.model_table = model_description, model_table
         self.flops_per_sample = run.workload.forward_passes * forward_flops
         self.modules = Modules(model, session)
+        self.code = CodeState(roots_of(model, run.workload.user_loss))
+        self._options = options_of(optimizer)  # which hooks may change
         self.step = 0
         self.has_saved = False  # whether a checkpoint has been written, or begun, in this session
         self.average = run.ema.build(model)
@@ -108,7 +112,7 @@ class State:
         """A context for an evaluation, with averaged weights: the training goes on as without it."""
         random = random_states(self.session.devices)
         try:
-            with self.modules.evaluating(), self.average.applied():
+            with self.code.unchanged(in_evaluation=True), self.modules.evaluating(), self.average.applied():
                 yield
         finally:
             set_random_states(random, self.session.devices)
@@ -151,6 +155,11 @@ class State:
     def save_soon(self) -> None:
         """Save a checkpoint, on all ranks, after this step or the next one."""
         self._save_soon = True
+
+    def copied_data_values(self) -> dict[str, Any]:
+        """Return what `Samples.copied_values` does of the training samples, which a hook must not change."""
+        samples = getattr(self.run.workload, "train", None)
+        return samples.copied_values() if isinstance(samples, Samples) else {}
 
     def agree(self, interrupted: bool) -> tuple[bool, bool]:
         """Return whether any rank is `interrupted`, and whether a hook of any asks to save; take over its `stop`.
@@ -225,7 +234,8 @@ class State:
         is_older = not {"buffers", "replicas"} & local.keys()  # without the state of a loss, `random` and NumPy
         like |= {"loss": [dict]} if "loss" in shared or not is_older else {}
         like |= {"attributes": {str: object}} if "attributes" in shared else {}
-        later = {"workload": dict, "schedule": dict}
+        later = {"workload": dict, "schedule": dict, "code": {str: object}}
+        later["options"] = [{str: [object]}]
         like |= {key: form for key, form in later.items() if key in shared}  # not in an older one
         check_like(shared, like, "the state")
         if shared["best"]:
@@ -233,9 +243,11 @@ class State:
         if local:
             like = {"workload": dict, "parallel": dict, "random": dict, "ema": dict}
             like |= {} if is_older else {"buffers": dict, "replicas": [int]}
+            like |= {"code": {str: object}} if "code" in local else {}
             check_like(local, like, "the state of a rank")
         load = partial(run.parallel.load_full_state, self.model)
         load(self.optimizer, checkpoint.tensors, shared["optimizer"])
+        load_changed_options(self.optimizer, shared.get("options", []))
         self.average.load(checkpoint.ema, lambda averages, state: load(averages, checkpoint.tensors, state))
         self.stopping.load_state_dict(shared["stop"])
         self.rates.load_state_dict(shared.get("schedule", {}))
@@ -251,6 +263,8 @@ class State:
         if run.ema.decay and local.get("ema"):
             run.parallel.load_local_state(self.model, self.average.optimizer, local["ema"])
         self.modules.load(checkpoint.tensors, shared, local.get("buffers", {}), local.get("replicas", []))
+        has_own = local.get("code") and local["replicas"] == self.modules.replicas
+        self.code.load(local["code"] if has_own else shared.get("code", {}), self.session.device)
         if local:
             run.workload.load_state_dict(local["workload"])
             run.workload.load_parts(checkpoint.part_files)
@@ -284,8 +298,9 @@ class State:
         totals = collectives.all_reduce({"broken": torch.tensor(float(bool(broken)), device=device)})
         if totals["broken"]:  # all-reduced, because not every rank has every tensor
             raise DivergedError(self.step, broken[0] if broken else "the state")
+        code = self.code.changed()
         if not self.has_saved:
-            self.modules.say_unsaved()
+            self.modules.say_unsaved(code)
         self.has_saved = True
         shared = {
             "optimizer": optimizer_state,
@@ -299,6 +314,8 @@ class State:
             "attributes": attributes,
             "workload": run.workload.shared_state(),
             "schedule": self.rates.state_dict(),
+            "code": code,
+            "options": changed_options(self.optimizer, self._options),
         }
         local = {
             "workload": copy.deepcopy(run.workload.state_dict()),
@@ -306,6 +323,7 @@ class State:
             "random": random_states(self.session.devices),
             "buffers": own,
             "replicas": self.modules.replicas,
+            "code": code if self.session.world_size > 1 else {},
             "ema": run.parallel.local_state(self.model, self.average.optimizer) if run.ema.decay else {},
         }
         checkpoint = Checkpoint(self.step, tensors, shared, local, ema, run.workload.parts())

@@ -158,3 +158,30 @@ def _joined_class() -> Any:
                 part.step()
 
     return Joined
+
+
+def options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Return the numbers among the options of each group, but for those that schedules set before each step."""
+
+    def is_free(group: dict[str, Any], key: str, value: Any) -> bool:
+        numbers = value if isinstance(value, tuple) else (value,)
+        is_scheduled = key == "lr" or key.startswith("initial_") or f"initial_{key}" in group
+        return not is_scheduled and key != "params" and all(type(each) in (int, float) for each in numbers)
+
+    return [
+        {key: value for key, value in group.items() if is_free(group, key, value)} for group in optimizer.param_groups
+    ]
+
+
+def changed_options(optimizer: torch.optim.Optimizer, before: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the options of each group that are others than `before`: what they were, and what they are."""
+    pairs = zip(before, options_of(optimizer), strict=False)
+    return [{k: [then[k], v] for k, v in now.items() if k in then and then[k] != v} for then, now in pairs]
+
+
+def load_changed_options(optimizer: torch.optim.Optimizer, changed: list[dict[str, Any]]) -> None:
+    """Set options that code of the user has changed, unless the run now begins with other ones."""
+    for group, options in zip(optimizer.param_groups, changed, strict=False):
+        for key, (before, now) in options.items():
+            if key in group and group[key] == before and type(now) is type(before):
+                group[key] = now

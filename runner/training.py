@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from runner import code_state
 from runner.batching import Step
 from runner.config import user_code
 from runner.config.errors import ConfigError, described
@@ -75,7 +76,8 @@ def train(
     writes = session.rank == 0
     with run.settings(session.device):
         run.parallel.continue_with(signature_to_resume(directory, run.resume))
-        prove(run, session)
+        with code_state.before(run).unchanged():
+            prove(run, session)
         with torch_refusals(run):  # already here, as a pipeline measures the blocks of the model
             state = prepare(run, session, directory, with_table=True)
             take_step = step_function(state)
@@ -88,6 +90,7 @@ def train(
             run.profiler.profile(directory, *session.devices),
             run.device.memory_recorded(directory / f"memory_rank_{session.rank}.pickle"),
             StopRequest() as stop,
+            state.code.standing_for(code_state.copies(state.model, run.workload.user_loss)),
         ):
             introduce(state, recorder)
             try:
@@ -159,7 +162,8 @@ def initial_state(run: Run, session: Session, directory: Path, with_table: bool 
     seed_all(derive(session.plan.seed, "weights"))
     model = run.workload.build_model()
     check_dense(model)
-    table = table_of(model, run.workload.input_shape()) if with_table else ("", 0)  # before a mode splits the model
+    with code_state.before(run).unchanged():
+        table = table_of(model, run.workload.input_shape()) if with_table else ("", 0)  # before a mode splits the model
     model = run.precision.convert(model)
     description = describe_model(with_own_memory(model))
     groups = run.optimizer.parameter_groups(model)
@@ -178,11 +182,15 @@ def loop(state: State, take_step: TakeStep, recorder: Recorder, progress: Progre
     run, session = state.run, state.session
     batches = run.parallel.batches(state.model, state.step)
     state.modules.train()
+    is_first = True
     state.step_timer.start(math.ceil((state.last_step - state.step) / session.plan.steps_per_round))
 
     for step in session.plan.steps(state.step, state.last_step):
         log_due = session.is_due(run.log_every, step.number)
         norm = take_step(state, batches, step, log_due)
+        if is_first:
+            state.code.check_trained(state.model)
+            is_first = False
         state.hooks.after_step(state)
         evaluation_due = session.is_due(session.eval_every, step.number)
         save_due = session.is_due(session.save_every, step.number)
@@ -332,7 +340,7 @@ def try_evaluation(state: State) -> None:
         return
     before = {name for name, _ in state.model.named_parameters()}
     try:
-        with few_samples, eager, attributes_kept(state.modules.each), state.evaluating():
+        with few_samples, eager, state.code.unchanged(), attributes_kept(state.modules.each), state.evaluating():
             state.run.parallel.evaluate(state.model)
         check_no_new_parameters(state.model, before)
     except ConfigError:

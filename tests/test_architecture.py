@@ -28,6 +28,7 @@ LAYERS = [
     ["runner.workloads"],
     ["runner.parallel"],
     ["runner.run"],
+    [("runner.code_state", "runner.code_values")],
     ["runner.state", "runner.resume", "runner.failures"],
     [("runner.training", "runner.compiled_step"), "runner.analysis"],
     ["runner.sweeps", "runner.planning", "runner.verification"],

@@ -39,6 +39,9 @@ def watched(name: str, hook: Callable[..., object]) -> Callable[..., object]:
     def names(model: Any) -> set[str]:
         return {key for key, parameter in model.named_parameters() if parameter.requires_grad}
 
+    def copies(state: Any) -> dict[str, Any]:  # of data in workers
+        return state.copied_data_values() if hasattr(state, "copied_data_values") else {}
+
     modules, at_first = functools.cache(lambda model: [*model.modules()]), functools.cache(names)
 
     def trained(model: Any) -> list[Any]:  # without names, which take longer to find than a small step
@@ -47,8 +50,11 @@ def watched(name: str, hook: Callable[..., object]) -> Callable[..., object]:
 
     def called(state: Any, *more: Any) -> None:
         at_first(state.model)
-        before, trained_before = rates(state), trained(state.model)
+        before, trained_before, data_before = rates(state), trained(state.model), copies(state)
         hook(state, *more)
+        if changed := [key for key, value in copies(state).items() if data_before.get(key) != value]:
+            why = f"{name} changes {changed[0]}, and workers read samples of copies that have the value of before"
+            raise ConfigError("data.workers", ABSENT, why, "data.workers=0")
         if trained(state.model) != trained_before:
             modules.cache_clear()  # some may have been replaced
             if changed := sorted(at_first(state.model) ^ names(state.model)):

@@ -17,7 +17,7 @@ import torch
 from runner.seeds import derive
 
 _MAX_OBJECTS, _MAX_ITEMS = 500, 64
-_KINDS = (np.random.Generator, np.random.BitGenerator, np.random.RandomState, random.Random, torch.Generator)
+KINDS = (np.random.Generator, np.random.BitGenerator, np.random.RandomState, random.Random, torch.Generator)
 _LEAVES = (torch.Tensor, np.ndarray, str, bytes, int, float, complex, type(None), ModuleType)
 _LIBRARIES = ("-packages/", f"{sysconfig.get_path('stdlib')}/", "<frozen")
 
@@ -34,7 +34,7 @@ def generators_of(root: Any) -> list[Any]:
         if isinstance(each, _LEAVES) or id(each) in seen:
             continue
         seen[id(each)] = each  # kept, as the identity of one that is gone may be that of the next
-        if isinstance(each, _KINDS):
+        if isinstance(each, KINDS):
             found.append(each)
         else:
             waiting += _held_by(each)
@@ -103,4 +103,9 @@ def _held_by(value: Any) -> Iterable[Any]:
 
 
 def _is_of_the_user(function: FunctionType) -> bool:
-    return not any(library in function.__code__.co_filename for library in _LIBRARIES)
+    return not is_library(function.__code__.co_filename)
+
+
+def is_library(path: str) -> bool:
+    """Return whether the file at `path` is one of an installed package, or of Python's own library."""
+    return any(library in path for library in _LIBRARIES)

@@ -178,6 +178,15 @@ class DatasetSamples(UserSamples):
         ranges = [range(first, min(first + batch_size, stop)) for first in range(start, stop, batch_size)]
         return self._read((Job([*rows], [*rows]) for rows in ranges), device)
 
+    def copied_values(self) -> dict[str, Any]:
+        dataset, found = self.fetch.dataset if self._workers.count else None, dict[str, Any]()
+        while dataset is not None:
+            values = getattr(dataset, "__dict__", {}).items()
+            name = type(dataset).__name__
+            found |= {f"{name}.{key}": each for key, each in values if type(each) in (bool, int, float, str)}
+            dataset = getattr(dataset, "dataset", None)
+        return found
+
     def labels(self) -> torch.Tensor:
         dataset, rows = self.fetch.dataset, torch.arange(len(self))
         while type(dataset) is Subset:

@@ -17,7 +17,8 @@ from runner.storage.state_dict import fit_buffers
 from runner.storage.value_checks import UnexpectedContentError
 
 _PLAIN = (bool, int, float, str, type(None))
-_OF_TORCH = {*vars(torch.nn.Module())}
+_MAX_NUMBERS = 1 << 20  # in a tensor that an evaluation copies, so that it changes nothing of it
+OF_TORCH = {*vars(torch.nn.Module())}
 """The attributes that each module has: its mode, hooks, parameters and buffers."""
 
 
@@ -51,7 +52,7 @@ def other_marks(module: torch.nn.Module) -> dict[str, Any]:
     for prefix, each in module.named_modules():
         has_extra_state = type(each).get_extra_state is not torch.nn.Module.get_extra_state
         if not has_extra_state and is_of_user(each):
-            others = {key: value for key, value in vars(each).items() if key not in _OF_TORCH}
+            others = {key: value for key, value in vars(each).items() if key not in OF_TORCH}
             found |= {joined(prefix, key): _mark(each) for key, each in others.items() if not _is_plain(key, each)}
     return found
 
@@ -79,26 +80,10 @@ def set_values(module: torch.nn.Module, values: Mapping[str, Any], weights: Mapp
         prefix, _, key = name.rpartition(".")
         if name in buffers and isinstance(value, torch.Tensor):
             buffers[name].copy_(value)
-        elif prefix in modules and type(value) in _PLAIN and key not in _OF_TORCH:
+        elif prefix in modules and type(value) in _PLAIN and key not in OF_TORCH:
             vars(modules[prefix])[key] = value
         else:
             raise UnexpectedContentError(f"the attributes, {name}: {type(value).__name__}, which the network has not")
-
-
-@contextmanager
-def plain_values_kept(module: torch.nn.Module) -> Iterator[None]:
-    """A context at whose end plain values in attributes are those of before."""
-    before = [(each, {**vars(each)}) for each in module.modules()]
-    try:
-        yield
-    finally:
-        for each, attributes in before:
-            now = vars(each)
-            for key in [key for key, value in now.items() if _is_plain(key, value)]:
-                if key not in attributes:
-                    del now[key]
-                elif _is_plain(key, attributes[key]):
-                    now[key] = attributes[key]
 
 
 @contextmanager
@@ -109,6 +94,7 @@ def attributes_kept(modules: Sequence[torch.nn.Module]) -> Iterator[Callable[[],
     """
     parts = [(name, part) for each in modules for name, part in each.named_modules()]
     before = [(name, part, {**vars(part)}, _contents(part)) for name, part in parts]
+    tensors = [(each, each._version, each.clone()) for _, part in parts for each in _own_tensors(part)]
 
     def changed() -> list[str]:
         return [
@@ -127,17 +113,30 @@ def attributes_kept(modules: Sequence[torch.nn.Module]) -> Iterator[Callable[[],
             vars(part).update(own)
             for key, content in contents.items():
                 own[key].clear()
-                (own[key].extend if isinstance(content, list) else own[key].update)(content)
+                (own[key].extend if isinstance(content, list | deque) else own[key].update)(content)
+        for each, version, content in tensors:
+            if each._version != version:
+                each.copy_(content)
 
 
 def _contents(module: torch.nn.Module) -> dict[str, Any]:
     """Return copies of the lists, dicts and sets in attributes; of those of torch, only of the dict of buffers."""
     own = {k: v for k, v in vars(module).items() if k[0] != "_" or k == "_buffers"}
-    return {key: copy.copy(value) for key, value in own.items() if isinstance(value, list | dict | set)}
+    return {key: copy.copy(value) for key, value in own.items() if isinstance(value, list | deque | dict | set)}
+
+
+def _own_tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """Yield the tensors in attributes of a module of the user, and in lists there, that could be written in place."""
+    for key, value in vars(module).items() if is_of_user(module) else ():
+        for each in value if isinstance(value, list | tuple | deque) else [value]:
+            is_tensor = type(each) is torch.Tensor and each.layout == torch.strided and not hasattr(each, "fake_mode")
+            is_small = is_tensor and each.numel() <= _MAX_NUMBERS
+            if is_small and key not in OF_TORCH and each.is_leaf and not each.requires_grad:
+                yield each
 
 
 def _same(value: Any, content: Any) -> bool:
-    if isinstance(value, list):
+    if isinstance(value, list | deque):
         return len(value) == len(content) and all(map(operator.is_, value, content))
     if isinstance(value, dict):
         return value.keys() == content.keys() and all(value[key] is content[key] for key in value)
@@ -151,7 +150,7 @@ def _item(value: Any) -> Any:
 
 
 def _is_plain(key: str, value: Any) -> bool:
-    return type(_item(value)) in _PLAIN and key not in _OF_TORCH
+    return type(_item(value)) in _PLAIN and key not in OF_TORCH
 
 
 def joined(prefix: str, key: str) -> str:

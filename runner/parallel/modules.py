@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -14,11 +14,11 @@ from runner.config import user_code
 from runner.config.errors import ABSENT, ConfigError
 from runner.parallel import full_state
 from runner.parallel.attributes import (
+    attributes_kept,
     is_of_user,
     marks,
     other_marks,
     plain_values,
-    plain_values_kept,
     set_values,
     unsaved_buffers,
     without_value,
@@ -90,14 +90,16 @@ class Modules:
         # What this process has loaded for the stages of others does not change here.
         return self._restored | self._session.collectives.gather_to_rank0(self._changed(self._loaded))
 
-    def say_unsaved(self) -> None:
+    def say_unsaved(self, saved: Container[str]) -> None:
         """Say which attributes have changed since the beginning that no checkpoint has, or that differ between ranks.
 
-        Called on every rank.
+        The code of the user has `saved` those with these names (see `CodeState`). Called on every rank.
         """
         now = self._named(other_marks)
-        names = sorted(self._in_words(name) for name, mark in self._others.items() if now.get(name, mark) != mark)
-        if names:
+        changed = [name for name, mark in self._others.items() if now.get(name, mark) != mark]
+        roots = "model", "loss"
+        lost = [name for name in changed if f"{roots[int(name[0])]}{name[1:]}" not in saved]
+        if names := sorted(map(self._in_words, lost)):
             text = "model: %s changes in training, and no checkpoint has it: a run that is resumed or loaded begins "
             text += "with its first value; make it a buffer or a number, or return it in get_extra_state()"
             log.warning(text, ", ".join(names))
@@ -134,12 +136,12 @@ class Modules:
     def evaluating(self) -> Iterator[None]:
         """A context in which all ranks have the same buffers in evaluation mode; then, they train as before.
 
-        Also the plain values in attributes, which the network may change, are then those of before.
+        Also the values of attributes, which the network may change, are then those of before.
         """
         with ExitStack() as kept:
             kept.callback(self.train)
             for module in self.each:
-                kept.enter_context(plain_values_kept(module))
+                kept.enter_context(attributes_kept([module]))
                 module.eval()
             kept.enter_context(self.synchronized())
             yield

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import symtable
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -61,8 +62,22 @@ def shared_state(path: str) -> str:
             names += [ast.unparse(each) for each in targets]
     tree = ast.walk(ast.parse(Path(path).read_bytes()))
     names += [name for node in tree if isinstance(node, ast.Global) for name in node.names]
+    if used := sorted(_used_in_functions(path) & {*COPIED}):
+        return f"{used[0]} in {Path(path).name}, which its functions use, would be shared by the runs"
     found = next((name for name in names if name not in COPIED and not name.startswith("__")), "")
     return f"{found} in {Path(path).name} would be shared by the runs" if found else ""
+
+
+def _used_in_functions(path: str) -> set[str]:
+    """Return the names at the top level of a file, other than functions, that its functions look up."""
+    table = symtable.symtable(Path(path).read_bytes(), path, "exec")  # pyright: ignore[reportArgumentType]
+    values = {each.get_name() for each in table.get_symbols() if each.is_assigned() and not each.is_namespace()}
+    used, waiting = set[str](), table.get_children()
+    while waiting:
+        inner = waiting.pop()
+        used |= {each.get_name() for each in inner.get_symbols() if each.is_global() and each.is_referenced()}
+        waiting += inner.get_children()
+    return used & values
 
 
 def _is_constant(node: ast.expr | None) -> bool:

@@ -110,7 +110,7 @@ def may_be(keys: checkpoint_edits.Keys, value: Any, forged: Any) -> bool:
         return (
             isinstance(keys[-1], int)
             or is_optional
-            or keys in (("num_steps",), ("attributes",), ("workload",), ("schedule",))
+            or keys in (("num_steps",), ("attributes",), ("workload",), ("schedule",), ("code",), ("options",))
         )  # an older one has none
     if forged is None and keys == ("workload", "environments"):  # of environments whose state cannot be saved
         return True
