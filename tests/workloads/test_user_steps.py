@@ -31,7 +31,7 @@ from torch import nn
 import runner
 from runner.config.errors import ConfigError, shown
 
-MODES = ["parallel=single", "accumulation=4", "parallel=ddp accumulation.steps=3", "parallel=fsdp accumulation=2"]
+MODES = ["accumulation=4", "parallel=ddp accumulation.steps=3", "parallel=fsdp accumulation=2"]
 PAIRS = [(name, mode) for name in CASES for mode in MODES]
 PAIRS += [("critic", "parallel=ddp parallel.static_graph=true")]
 
