@@ -6,6 +6,7 @@ import ctypes
 import gc
 import os
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -67,6 +68,32 @@ def host_memory() -> dict[str, int | None]:
         "available_bytes": max(0, min([machine.available, *(limit - used for limit, used in groups)])),
         "limit_bytes": limit if limit < machine.total else None,
     }
+
+
+@contextmanager
+def too_little_memory_raises(device: torch.device) -> Iterator[None]:
+    """A context in which a module raises `MemoryError` if a twentieth of the memory is left after its forward pass.
+
+    On a CPU: Linux gives out more memory than there is, and kills a process that uses it.
+    """
+    if device.type != "cpu":
+        yield
+        return
+    memory, checked = host_memory(), 0.0
+    least = (memory["limit_bytes"] or memory["total_bytes"] or 0) / 20
+
+    def check(*_: object) -> None:
+        nonlocal checked
+        if time.monotonic() - checked > 0.01:
+            checked = time.monotonic()
+            if (left := host_memory()["available_bytes"] or 0) < least:
+                raise MemoryError(f"{left} bytes of memory are left")
+
+    hook = torch.nn.modules.module.register_module_forward_hook(check)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def _peak_resident_bytes() -> float:

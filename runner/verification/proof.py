@@ -35,6 +35,7 @@ from runner.run import Run
 from runner.schedule import Schedule
 from runner.seeds import random_states, set_random_states
 from runner.system import torch_errors
+from runner.system.memory import too_little_memory_raises
 from runner.tracking.log_file import quiet
 from runner.tracking.metrics import DivergedError
 from runner.verification.carried_state import carried_state
@@ -211,7 +212,8 @@ class _Proof:
             plan = Plan(run.batch_size, parts, seed=self._session.plan.seed)
             process = Collectives(self._session.devices[:1])
             session = Session(process, plan, run.workload, run.precision, num_steps=1)
-            self._references[key] = self._recorded(replace(run, channels_last=False), session)
+            with too_little_memory_raises(session.device):
+                self._references[key] = self._recorded(replace(run, channels_last=False), session)
         return self._references[key]
 
     def _has_float64(self) -> bool:

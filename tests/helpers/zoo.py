@@ -14,8 +14,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from helpers.compose import compose_config
 from helpers.ranks import Ranks
 from runner.config.errors import ConfigError
+from runner.parallel.full_state import without_state
 from runner.run import Run, build_run
 from runner.seeds import derive
+from runner.system import memory
 from runner.training import prepare, step_function
 from runner.verification.verdict import largest_difference
 
@@ -74,9 +76,11 @@ def trained_on_rank(config: dict[str, Any], file: Path) -> None:
             for step in session.plan.steps(0, session.num_steps):
                 take_step(state, batches, step, False)
             with state.modules.synchronized():
-                tensors, _ = run.parallel.full_state(state.model, state.optimizer)
+                tensors, _ = run.parallel.full_state(state.model, without_state(state.model))
         if session.rank == 0:
             torch.save(dict(tensors), file)
+    del state, batches, take_step, tensors
+    memory.reset_peak(session.device)  # which frees them: several processes have a copy of a large network each
 
 
 class Plain:

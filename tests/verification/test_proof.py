@@ -16,6 +16,7 @@ from torch.nn.functional import cross_entropy
 
 from runner.model.base import copied_module
 from runner.seeds import derive
+from runner.system import memory
 
 MODE = "parallel._target_=helpers.incorrect_modes."
 PLANTED_MISTAKES: dict[str, tuple[str, list[str], str]] = {
@@ -161,3 +162,13 @@ def test_what_comes_before_the_first_step_takes_no_more_memory_than_a_checkpoint
     config = config_of("wide", *mode.split(), "steps=1", "eval_every=0", "save_every=0")
     peaks = ranks(1 if "accumulation" in mode else 2).call_on_all(peak_of, trained, "wide", config, tmp_path)
     assert max(peaks) < 7.3 * weights, [peak / weights for peak in peaks]
+
+
+def test_without_memory_for_the_whole_batch_at_once_the_proof_is_left_out(tmp_path, monkeypatch, caplog):
+    """Micro-batches are for those who have none. Linux would kill the process."""
+    left = {"total_bytes": 1000, "available_bytes": 49, "limit_bytes": None}
+    monkeypatch.setattr(memory, "host_memory", lambda: left)
+    caplog.set_level("INFO")
+    trained("plain", config_of("plain", *PLAIN, "accumulation=2"), tmp_path)
+    assert "proof: left out, as a single device has no memory for it" in caplog.text
+    assert largest_difference(weights_at(tmp_path, 4), plain_weights("plain", 0.0, 0.0)) < 1e-12
