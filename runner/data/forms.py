@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from numbers import Integral, Real
 from typing import Any
 
@@ -28,7 +28,7 @@ from torch.utils.data import (
 )
 
 from runner.config.errors import ConfigError, check, shortened
-from runner.system.trees import Tree, map_leaves, map_tensors, num_rows, tensors_of
+from runner.system.trees import Tree, leaves_of, map_leaves, map_tensors, num_rows, tensors_of
 
 log = logging.getLogger(__name__)
 
@@ -146,7 +146,8 @@ def data_set(given: Any, is_divided: bool = True) -> Any:
         why = why if is_plain else f"the arrays have different lengths: {', '.join(map(str, lengths))}"
         remedy = "pass one target for each input" if lengths[0] else "pass samples; held-out ones are needed as well"
         check(lengths[0] > 0 and len({*lengths}) == 1, "", name, why, remedy)
-        return Arrays(map_tensors(single, inputs), targets, _classes_of(of))
+        doubles = needing_double(inputs)
+        return Arrays(singles(inputs, doubles), targets, _classes_of(of))
     if isinstance(given, Arrays):
         return given
     remedy = "pass data sets with __len__ and __getitem__, lists of (input, target), or tensors (inputs, targets)"
@@ -206,6 +207,40 @@ def _tensor(given: Any) -> torch.Tensor:
 def single(inputs: torch.Tensor) -> torch.Tensor:
     """Return inputs in float32 if they are in another precision, as float64 of NumPy: precision=64 converts back."""
     return inputs.float() if inputs.is_floating_point() else inputs
+
+
+def singles(inputs: Tree, doubles: Collection[str]) -> Tree:
+    """Return inputs, each as by `single`, but for those whose names are among `doubles`."""
+    names = iter([name for name, _ in leaves_of(inputs)])
+
+    def converted(leaf: Any) -> Any:
+        is_double = next(names) in doubles
+        return single(leaf) if isinstance(leaf, torch.Tensor) and not is_double else leaf
+
+    return map_leaves(converted, inputs)
+
+
+def needing_double(inputs: Tree) -> set[str]:
+    """Return the names of inputs in float64, such as times in seconds, of which float32 would keep too few digits.
+
+    They stay float64, as in plain PyTorch, where the network subtracts an offset, for example.
+    """
+    found = {name for name, leaf in leaves_of(inputs) if isinstance(leaf, torch.Tensor) and _is_lost(leaf)}
+    for name in found:
+        text = "data: inputs%s stay in float64, as float32 would round them by more than a thousandth of their spread: "
+        text += "subtract an offset from them, or let the network do it, and convert the difference"
+        log.warning(text, f".{name}" if name else "")
+    return found
+
+
+def _is_lost(values: torch.Tensor) -> bool:
+    if values.dtype != torch.float64 or values.layout != torch.strided or values.is_nested or values.dim() < 1:
+        return False
+    rows = values.reshape(len(values), -1)
+    if len(rows) < 2 or not rows.numel() or not bool(rows.isfinite().all()):
+        return False
+    error, spread = (rows - rows.float().double()).abs().amax(0), rows.std(0)
+    return bool(((spread > 0) & (error > 1e-3 * spread)).any())
 
 
 def _choices_of(loader: DataLoader) -> list[str]:

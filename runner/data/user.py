@@ -75,6 +75,9 @@ class UserData(Data):
                 kinds = [Reader if is_stream else Fetch for is_stream in streams]
                 fetches = [kind(each, collate, is_divided) for kind, each in zip(kinds, sets, strict=True)]
                 content = sha256([fetch.some() for fetch in fetches])
+                doubles = set[str]().union(*(fetch.doubles or () for fetch in fetches))
+                for fetch in fetches:
+                    fetch.doubles = doubles
                 name, why = type(sets[0]).__name__, "it is also the held-out stream, and cannot be copied"
                 is_shared = sets[0] is sets[1] and isinstance(fetches[0], Reader) and not fetches[0].is_copied
                 check(not is_shared, "", name, why, "pass two objects: (Stream(), Stream())")

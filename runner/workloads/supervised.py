@@ -93,7 +93,7 @@ def comparable(outputs: Tree, targets: Tree) -> tuple[Tree, Tree]:
     dtype = outputs.dtype if is_real else None
 
     def converted(target: torch.Tensor) -> torch.Tensor:
-        if target.dtype == torch.bool:
+        if target.dtype == torch.bool or target.is_complex():
             return target
         if not target.is_floating_point():
             return target.long()  # losses take no other integers

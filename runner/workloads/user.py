@@ -56,7 +56,7 @@ class UserWorkload(UserCodeWorkload, CrossEntropyWorkload[Samples]):
     def use(self, train: Samples, held_out: Samples) -> None:
         targets = _first(train).targets
         is_one = isinstance(targets, torch.Tensor)
-        self._of_classes = is_one and not targets.is_floating_point()
+        self._of_classes = is_one and not (targets.is_floating_point() or targets.is_complex())
         given, self._mean_is_checked = user_code.find("loss"), False
         why, remedy = "the targets are several tensors", "def loss(outputs, targets): …"
         check(is_one or given is not None, "loss", ABSENT, why, remedy)

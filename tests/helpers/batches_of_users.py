@@ -170,3 +170,43 @@ CASES: dict[str, dict[str, Any]] = {
     "symbols": {"model": recognizer, "collate": symbols, "loss": summed},
     "texts": {"model": Network, "data": stacked, "training_step": of_stacked},
 }
+
+SECONDS = 1.7e9
+"""A time of which float32 does not know the minute."""
+
+
+class Times(nn.Module):
+    """It subtracts an offset from times, in float64, before it computes in the precision of its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, times: torch.Tensor) -> torch.Tensor:
+        return self.layer(((times - SECONDS) / 100).to(self.layer.weight.dtype))
+
+
+def times() -> tuple[torch.Tensor, torch.Tensor]:
+    values = 100 * torch.rand(48, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return values + SECONDS, (values[:, 0] > 50).long()
+
+
+class OfComplex(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(3, 1, dtype=torch.complex64)
+
+
+def waves() -> tuple[torch.Tensor, torch.Tensor]:
+    inputs = torch.randn(48, 3, generator=torch.Generator().manual_seed(0), dtype=torch.complex64)
+    return inputs, (inputs * (1 + 2j)).sum(1, keepdim=True)
+
+
+def distance(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return (outputs - targets).abs().square().mean()
+
+
+NUMBERS: dict[str, dict[str, Any]] = {
+    "times": {"model": Times, "samples": times, "loss": cross_entropy},
+    "waves": {"model": OfComplex, "samples": waves, "loss": distance},
+}
+"""Networks for numbers that are no float32, with functions that make their samples."""
