@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -123,9 +122,19 @@ def call(function: Callable[..., Any], inputs: Tree) -> Any:
     return function(inputs) if _takes_one(type(function), (None,) * len(inputs), ()) else function(*inputs)
 
 
-@functools.lru_cache(maxsize=256)
+_TAKE_ONE: dict[tuple[Any, ...], bool] = {}
+"""What `_takes_one` has returned; no cache of `functools`, as torch's compiler warns of each of them."""
+
+
 def _takes_one(network: type, inputs: tuple[None, ...], names: tuple[Any, ...]) -> bool:
     """Return whether the class of a network cannot be called with so many inputs, or such names, but with one input."""
+    key = (network, inputs, names)
+    if key not in _TAKE_ONE:
+        _TAKE_ONE[key] = _binds_one_alone(*key)
+    return _TAKE_ONE[key]
+
+
+def _binds_one_alone(network: type, inputs: tuple[None, ...], names: tuple[Any, ...]) -> bool:
     if not issubclass(network, torch.nn.Module):
         return False
     try:

@@ -14,7 +14,7 @@ from runner.models.resnet import ResNet
 def training(network: nn.Module, dtype: torch.dtype | None = None) -> list[torch.Tensor]:
     """Train for two steps; return the losses, the gradients of the last step, the weights and the buffers."""
     torch.manual_seed(5)
-    x, y = torch.randn(4, 3, 16, 16), torch.randint(10, (4,))
+    x, y = torch.randn(4, 3, 32, 32), torch.randint(10, (4,))
     optimizer = torch.optim.SGD(network.parameters(), lr=0.01, momentum=0.9)
     losses = []
     for _ in range(2):
