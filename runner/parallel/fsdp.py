@@ -181,12 +181,13 @@ class GatheredParameters:
         """Add the hooks to parameters that are gathered for the first time: FSDP keeps them, but not their memory."""
         if len(self._watched) == len(self._names):
             return
+        used = self._used  # not `self`: garbage collection does not see hooks that autograd holds, and what they hold
         for name, parameter in self._model.named_parameters():
             if name in self._names and name not in self._watched and not hasattr(parameter, "device_mesh"):
                 self._watched.add(name)
                 for hook in self._hooks[name]:
                     parameter.register_hook(hook)
-                parameter.register_post_accumulate_grad_hook(lambda _, name=name: self._used.add(name))
+                parameter.register_post_accumulate_grad_hook(lambda _, name=name: used.add(name))
 
     def unused(self, collectives: Collectives) -> list[str]:
         """Return the parameters that no rank has used since the last call, and that have no gradient therefore."""

@@ -78,8 +78,9 @@ class _Submodules(MetaPathFinder, Loader):
 def import_lazily(*names: str) -> None:
     """Defer loading each package until one of its attributes or submodules is used, unless it is loaded or missing."""
     for name in names:
-        # Full collections then take 0.1 s less, and forked children keep sharing the memory of these objects.
-        defer(name, {}, when_loaded=gc.freeze)
+        # Full collections then take 0.1 s less, and forked children keep sharing the memory of these objects. Others
+        # are loaded when there may be a network, which would never be freed.
+        defer(name, {}, when_loaded=gc.freeze if name == "torch" else lambda: None)
 
 
 def defer(

@@ -6,5 +6,13 @@ Objects that exist at a fork are excluded from later collections: no child exami
 import gc
 import os
 
+_SERVER = os.getpid()
+
+
+def _freeze() -> None:
+    if os.getpid() == _SERVER:  # a child may fork, too, as for data workers: what it frees must not stay
+        gc.freeze()
+
+
 gc.disable()
-os.register_at_fork(before=gc.freeze, after_in_child=gc.enable)
+os.register_at_fork(before=_freeze, after_in_child=gc.enable)

@@ -1,10 +1,12 @@
 """Functions that ranks run in tests, mostly instead of `train_rank`."""
 
+import gc
 import math
 import os
 import resource
 import signal
 import threading
+import weakref
 from collections.abc import Callable
 from functools import partial
 from multiprocessing.connection import Connection
@@ -13,6 +15,7 @@ from typing import Any
 
 import torch
 
+from helpers.ranks import train_on_rank
 from runner.batching import MicroBatch
 from runner.parallel.collectives import Collectives
 from runner.parallel.launch.cluster import RankInfo
@@ -84,6 +87,26 @@ def limit_file_size(rank: int, num_bytes: int, run: Run, session: Session) -> No
     """Limit the size of the files of `rank` to `num_bytes`, so that writing fails as on a full disk."""
     if session.rank == rank:
         resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, resource.RLIM_INFINITY))
+
+
+def layers_left(config: dict[str, Any], directory: Path) -> list[str]:
+    """In a rank: train, and return the kinds of the layers that are still there when the run has ended."""
+    left: list[weakref.ref[torch.nn.Module]] = []
+
+    def keep_references(run: Run, session: Session) -> None:
+        build = session.workload.build_model
+
+        def built() -> torch.nn.Module:
+            model = build()
+            left.extend(weakref.ref(each) for each in model.modules())
+            return model
+
+        session.workload.build_model = built
+
+    train_on_rank(config, directory, keep_references)
+    gc.collect()
+    assert left
+    return [type(layer).__name__ for reference in left if (layer := reference()) is not None]
 
 
 def train_with_change(

@@ -6,6 +6,7 @@ import pytest
 import torch
 from helpers.compose import TINY_CPU, build_composed_run, compose_config, prepare_session
 from helpers.fake_cuda import simulate_accelerators
+from helpers.rank_functions import layers_left
 from helpers.ranks import connected_session
 from helpers.runs import assert_bitwise_equal
 
@@ -127,3 +128,10 @@ def test_bad_input_is_refused_before_a_rank_starts(overrides, key, got, words, g
     for word in words:
         assert word in f"{refusal.value.why}\n{refusal.value.remedy}"
     assert len(str(refusal.value).splitlines()) <= 10
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp", "pipeline"])
+def test_a_network_is_freed_when_its_run_has_ended(mode, ranks, tmp_path):
+    """As that of the proof at the start, which would take memory while the run trains."""
+    config = compose_config(*TINY_CPU, "steps=2", "batch_size=16", "eval_every=2", f"parallel={mode}")
+    assert ranks(2).call_on_all(layers_left, config, tmp_path) == [[], []]
