@@ -73,7 +73,8 @@ class CodeState:
     def __init__(self, roots: Mapping[str, Any]):
         self._roots = dict(roots)
         self._beginning = {name: mark(place.get()) for name, place in self._places(self._roots).items()}
-        self._said = False
+        self._versions = {id(each): (each, each._version) for _, each in self._parameters()}
+        self._said = self._is_checked = False
 
     def _places(self, roots: Mapping[str, Any], holders: dict[str, dict[str, Any]] | None = None) -> dict[str, Place]:
         found = {place.name: place for place in places(roots, holders)}
@@ -143,16 +144,33 @@ class CodeState:
                 found[name].set(unpacked(value, found[name].get(), device))
 
     def check_trained(self, model: torch.nn.Module) -> None:
-        """Refuse parameters outside of `model` that have a gradient, after a backward pass: no optimizer has them."""
-        own = {id(each) for each in model.parameters()}
-        for place in places(self._roots):
-            value = place.get()
-            parts = value.parameters() if isinstance(value, torch.nn.Module) else [value]
-            others = (each for each in parts if isinstance(each, torch.Tensor) and each.is_leaf and id(each) not in own)
-            if any(each.grad is not None for each in others):
-                why = f"{place.name} gets a gradient, but it is no part of the network, and would not be trained"
+        """Refuse a parameter outside of `model` that has a gradient after the first step, and no optimizer.
+
+        If it is one of a module, as of a network that compares images, that is only said.
+        """
+        if self._is_checked:
+            return
+        self._is_checked = True
+        own, said = {id(each) for each in model.parameters()}, set[str]()
+        for place, each in self._parameters():
+            _, version = self._versions.get(id(each), (each, each._version))
+            if each.grad is None or id(each) in own or each._version != version:  # code of the user may update it
+                continue
+            why = f"{place.name} gets a gradient, but it is no part of the network, and would not be trained"
+            if not isinstance(place.get(), torch.nn.Module):
                 remedy = "make it a part of the network, which training_step(model, batch) is given"
                 raise ConfigError("model", type(model).__name__, why, remedy)
+            if place.name not in said:
+                said.add(place.name)
+                log.warning("%s; requires_grad_(False) saves the time", why.replace("would not be", "is not"))
+
+    def _parameters(self) -> Iterator[tuple[Place, torch.Tensor]]:
+        """Yield what could be trained, and where it is kept."""
+        for place in places(self._roots):
+            value = place.get()
+            for each in value.parameters() if isinstance(value, torch.nn.Module) else [value]:
+                if isinstance(each, torch.Tensor) and each.is_leaf and each.requires_grad:
+                    yield place, each
 
     @contextmanager
     def standing_for(self, own: Sequence[tuple[Any, Any]]) -> Iterator[None]:

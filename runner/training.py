@@ -182,16 +182,13 @@ def loop(state: State, take_step: TakeStep, recorder: Recorder, progress: Progre
     run, session = state.run, state.session
     batches = run.parallel.batches(state.model, state.step)
     state.modules.train()
-    is_first = True
     state.step_timer.start(math.ceil((state.last_step - state.step) / session.plan.steps_per_round))
 
     for step in session.plan.steps(state.step, state.last_step):
         log_due = session.is_due(run.log_every, step.number)
         norm = take_step(state, batches, step, log_due)
-        if is_first:
-            state.code.check_trained(state.model)
-            is_first = False
         state.hooks.after_step(state)
+        state.code.check_trained(state.model)
         evaluation_due = session.is_due(session.eval_every, step.number)
         save_due = session.is_due(session.save_every, step.number)
         state.step_timer.lap(pausing=log_due or evaluation_due or save_due)

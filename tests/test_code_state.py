@@ -117,6 +117,38 @@ def test_a_parameter_outside_of_the_network_is_refused_once_it_has_a_gradient():
         train(SHORT, loss=code_with_state.scaled_outside)
 
 
+def test_a_network_in_the_loss_that_is_not_trained_stays_as_it_is_and_that_is_said(capsys):
+    before = code_with_state.judge.weight.detach().clone()
+    wanted = plain_loop(made(tanh), lambda model, batch: code_with_state.judged(model(batch[0]), batch[1]))
+    code_with_state.judge.zero_grad()
+    assert largest_difference(train(SHORT, loss=code_with_state.judged)[1], wanted) < 1e-12
+    assert (
+        capsys.readouterr().err.count("judge gets a gradient, but it is no part of the network, and is not trained")
+        == 1
+    )
+    assert torch.equal(code_with_state.judge.weight, before)
+
+
+def test_a_parameter_outside_of_the_network_may_have_an_optimizer_of_the_user():
+    def scaled(scale: torch.nn.Parameter) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        own = torch.optim.SGD([scale], lr=0.1)
+
+        def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            return cross_entropy(outputs * scale, targets)
+
+        def after_step(state: Any) -> None:
+            own.step()
+            own.zero_grad(set_to_none=False)
+
+        return loss, after_step
+
+    first, second = (torch.nn.Parameter(torch.ones((), dtype=torch.float64)) for _ in range(2))
+    (loss, after), (ours, hook) = scaled(first), scaled(second)
+    wanted = plain_loop(made(tanh), lambda model, batch: loss(model(batch[0]), batch[1]), after)
+    assert largest_difference(train(SHORT, loss=ours, after_step=hook)[1], wanted) < 1e-12
+    assert first.item() == pytest.approx(second.item(), abs=1e-12) != 1
+
+
 def test_options_that_a_hook_sets_in_the_optimizer_go_on_after_a_resume():
     def halve(optimizer: Any) -> None:
         optimizer.param_groups[0]["weight_decay"] *= 0.5

@@ -21,6 +21,9 @@ weight = 0.0
 generator = torch.Generator().manual_seed(5)
 
 
+judge = nn.Linear(2, 3, dtype=torch.float64)
+
+
 def reset() -> None:
     """Give the names of this file the values of their beginning."""
     global calls, weight
@@ -149,6 +152,11 @@ def clips_and_raises_margin(state: Any) -> None:
 def scaled_outside(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """A loss with a parameter that is no part of the network."""
     return cross_entropy(outputs, targets) * torch.exp(-outside) + outside
+
+
+def judged(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """A loss with another network, which is not trained, and yet not frozen."""
+    return cross_entropy(outputs, targets) + judge(outputs).square().mean()
 
 
 def halves_decay(state: Any) -> None:
