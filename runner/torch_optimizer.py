@@ -165,7 +165,8 @@ def options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
     def is_free(group: dict[str, Any], key: str, value: Any) -> bool:
         numbers = value if isinstance(value, tuple) else (value,)
-        is_scheduled = key == "lr" or key.startswith("initial_") or f"initial_{key}" in group
+        first = {f"initial_{each}" for each in (("beta1", "beta2") if key == "betas" else (key,))}
+        is_scheduled = key == "lr" or key.startswith("initial_") or not first.isdisjoint(group)
         return not is_scheduled and key != "params" and all(type(each) in (int, float) for each in numbers)
 
     return [
