@@ -12,7 +12,8 @@ from __future__ import annotations
 import gc
 import importlib.util
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
@@ -30,6 +31,18 @@ class _Lazy(ModuleType):
 
 
 _when_loaded: dict[str, Callable[[], None]] = {}
+_freezes = True
+
+
+@contextmanager
+def nothing_frozen() -> Iterator[None]:
+    """A context for what is freed at its end: a package that is loaded in it freezes no objects."""
+    global _freezes
+    _freezes = False
+    try:
+        yield
+    finally:
+        _freezes = True
 
 
 def _load(package: _Lazy) -> None:
@@ -78,9 +91,8 @@ class _Submodules(MetaPathFinder, Loader):
 def import_lazily(*names: str) -> None:
     """Defer loading each package until one of its attributes or submodules is used, unless it is loaded or missing."""
     for name in names:
-        # Full collections then take 0.1 s less, and forked children keep sharing the memory of these objects. Others
-        # are loaded when there may be a network, which would never be freed.
-        defer(name, {}, when_loaded=gc.freeze if name == "torch" else lambda: None)
+        # Full collections then take 0.1 s less, and forked children keep sharing the memory of these objects.
+        defer(name, {}, when_loaded=lambda: gc.freeze() if _freezes else None)
 
 
 def defer(

@@ -35,6 +35,7 @@ from runner.run import Run
 from runner.schedule import Schedule
 from runner.seeds import random_states, set_random_states
 from runner.system import torch_errors
+from runner.system.lazy_import import nothing_frozen
 from runner.system.memory import too_little_memory_raises
 from runner.tracking.log_file import quiet
 from runner.tracking.metrics import DivergedError
@@ -85,7 +86,12 @@ def prove(run: Run, session: Session) -> None:
     start, states = time.monotonic(), random_states(session.devices)
     given = user_code.given()
     without_hooks = replace(given, objects={**given.objects, **dict.fromkeys(("schedule", *user_code.Hooks._fields))})
-    with quiet(), user_code.using(without_hooks), tempfile.TemporaryDirectory(prefix="runner-proof-") as scratch:
+    with (
+        quiet(),
+        nothing_frozen(),
+        user_code.using(without_hooks),
+        tempfile.TemporaryDirectory(prefix="runner-proof-") as scratch,
+    ):
         text = _Proof(run, session, ways, Path(scratch)).text()
     set_random_states(states, session.devices)
     if session.rank == 0:
