@@ -252,7 +252,7 @@ def _held_by(name: str, value: Any) -> list[Place]:
         return [Place(f"{name}.{key}", value, key) for key in keys]
     if isinstance(value, torch.nn.Module):
         has_extra_state = type(value).get_extra_state is not torch.nn.Module.get_extra_state  # which has all of it
-        keys = [key for key in vars(value) if key not in OF_TORCH and not key.startswith("_fsdp")]
+        keys = [key for key in vars(value) if key not in OF_TORCH]
         is_own = is_of_user(value) and not has_extra_state
         return [Place(f"{name}.{key}", vars(value), key, True) for key in keys if is_own]
     return [Place(f"{name}.{key}", vars(value), key) for key in vars(value)] if _is_object_of_user(value) else []

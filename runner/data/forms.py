@@ -211,6 +211,8 @@ def single(inputs: torch.Tensor) -> torch.Tensor:
 
 def singles(inputs: Tree, doubles: Collection[str]) -> Tree:
     """Return inputs, each as by `single`, but for those whose names are among `doubles`."""
+    if not doubles:
+        return map_tensors(single, inputs)
     names = iter([name for name, _ in leaves_of(inputs)])
 
     def converted(leaf: Any) -> Any:
