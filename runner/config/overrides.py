@@ -133,7 +133,9 @@ def quoted(word: str, sweep: bool) -> str:
 
 
 def _quoted_item(item: re.Match[str]) -> str:
-    return hydra_quoted(item[0]) if _is_literal(item[0]) or item[0] == "null" else item[0]
+    before = item.string[: item.start()]
+    is_in_list = before.count("[") > before.count("]")  # in a sweep, there may be others: KEY=[a],null
+    return hydra_quoted(item[0]) if is_in_list and (_is_literal(item[0]) or item[0] == "null") else item[0]
 
 
 def _quoted_text(key: str, value: str) -> str:

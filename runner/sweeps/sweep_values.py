@@ -24,6 +24,7 @@ from runner.sweeps.search_space import Interval
 _ZIP = re.compile(r"(?P<name>[\w.-]+)=zip\((?P<members>.*)\)", re.DOTALL)
 _NEXT_MEMBER = re.compile(r",\s*(?=[+]{0,2}[\w./@-]+=)")
 _MEMBER = re.compile(r"(?P<key>[+]{0,2}[\w./@-]+)=\[(?P<values>.*)\]", re.DOTALL)
+_ESCAPED_REFERENCE = re.compile(r"\$\\\{.*?\\\}")
 _EXAMPLE = "'pairs=zip(optimizer=[sgd,adam],optimizer.lr=[0.1,0.001])'"
 
 
@@ -77,7 +78,10 @@ def words_of(override: Override, has_group: Callable[[str], bool]) -> list[list[
         raise ConfigError(key, typed, why, f"{key}=range(0,10,1)")
     if isinstance(value, Glob) and not has_group(override_key(key)):
         return [[f"{key}={hydra_quoted(path)}"] for path in _files(key, typed, value)]
-    words = [f"{key}={value}" for value in override.sweep_string_iterator()]
+    words = [
+        _ESCAPED_REFERENCE.sub(lambda found: found[0].replace("\\", ""), f"{key}={value}")  # as it was typed
+        for value in override.sweep_string_iterator()
+    ]
     unescaped = [word.replace("\\:", ":") for word in words]
     # An option may be a number, of which Hydra knows only the name
     return [

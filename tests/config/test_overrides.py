@@ -47,7 +47,7 @@ def test_a_comma_separates_values_in_a_sweep_and_is_text_in_a_single_run():
     assert quoted("name=a b,c", sweep=True) == "name='a b',c"
     assert quoted("model.weights=ü.pt,null", sweep=True) == "model.weights='ü.pt',null"
     assert quoted("optimizer.lr=0.1,0.2", sweep=True) == "optimizer.lr=0.1,0.2"
-    assert quoted("data.inputs=[1_0],[10]", sweep=True) == "data.inputs=['1_0'],['10']"
+    assert quoted("data.inputs=[1_0],null,[10,null]", sweep=True) == "data.inputs=['1_0'],null,['10','null']"
     assert quoted("name=a b,c", sweep=False) == "name='a b,c'"
 
 

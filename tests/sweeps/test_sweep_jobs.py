@@ -65,6 +65,7 @@ def test_pairs_that_are_typed_count_and_not_those_of_an_option_file(tmp_path):
     ("accumulation=choice(1,2)", ["'1'", "'2'"]),
     ("precision=choice(bf16,32)", ["bf16", "'32'"]),
     ("precision=sort(64,16,32)", ["'16'", "'32'", "'64'"]),
+    ("optimizer.lr=${oc.env:RATE,0.2},0.5", ["${oc.env:RATE,0.2}", 0.5]),  # not as Hydra escapes it
 )
 def test_ranges_are_decimal_and_functions_may_list_options_that_are_numbers(word, values):
     found = jobs(quoted(word, sweep=True))
