@@ -37,7 +37,8 @@ _LEFT_OUT = {"test", "tests", "idle_test", "site-packages"}  # folders of the st
 _TESTED = 1 << 13  # bytes at the beginning of a file in which a null byte says that it is no text
 _PIECE = 1 << 24  # bytes that are tokenized at once
 _LAST_LINE_END = re.compile(r".*\S\n(?=\S)", re.DOTALL)  # next to other white space, both may be one token
-_SHARD_MAGIC, _SHARD_HEADER = 20240520, 1024  # of llm.c's .bin files: 256 numbers, int32
+_SHARD_DTYPES = {20240520: "<u2", 20240801: "<u4"}  # by the first number of llm.c's .bin files, of GPT-2 and Llama 3
+_SHARD_HEADER = 1024  # bytes: 256 numbers, int32
 
 
 @dataclass
@@ -149,7 +150,7 @@ class Text(TokenData):
 class Tokens(TokenData):
     """Token ids in `.npy` and `.bin` files; see `conf/data/tokens.yaml`.
 
-    Files with `val` in their names are held out; if there is none, the end of the last one is.
+    Files with `val` in their names are held out; if there is none, or no other, the end of the last one is.
     """
 
     vocabulary_size: PositiveInt = 50257
@@ -180,7 +181,7 @@ class Tokens(TokenData):
 
     def divided(self, documents: list[Segment]) -> tuple[list[Segment], list[Segment]]:
         held_out = ["val" in Path(str(each.file)).name for each in documents]
-        if any(held_out):
+        if any(held_out) and not all(held_out):
             rest = [each for each, is_held_out in zip(documents, held_out, strict=True) if not is_held_out]
             return rest, [each for each in documents if each not in rest]
         total = sum(each.length for each in documents)
@@ -195,8 +196,8 @@ class Tokens(TokenData):
         else:
             size = os.path.getsize(path)
             header = np.fromfile(path, "<i4", 3)
-            if len(header) == 3 and header[0] == _SHARD_MAGIC:
-                found = Segment(path, _SHARD_HEADER, int(header[2]), "<u2")
+            if len(header) == 3 and header[0] in _SHARD_DTYPES:
+                found = Segment(path, _SHARD_HEADER, int(header[2]), _SHARD_DTYPES[int(header[0])])
             else:
                 found = Segment(
                     path, 0, size // np.dtype(self.dtype).itemsize, np.dtype(self.dtype).newbyteorder("<").str

@@ -39,6 +39,11 @@ class Vocabulary:
         """Return the text of `ids`, without ends of documents; bytes that are no UTF-8 become U+FFFD."""
         return bytes(each for each in ids if each != self.end).decode("utf-8", "replace")
 
+    def decode_after(self, ids: list[int], new: list[int]) -> str:
+        """Return the text of `new`, which follows `ids`; many tokenizers drop the space at the beginning of a text."""
+        before, whole = self.decode(ids), self.decode([*ids, *new])
+        return whole.removeprefix(before) if whole.startswith(before) else self.decode(new)
+
 
 class Numbers(Vocabulary):
     """Ids of which only the number is known."""
@@ -70,7 +75,9 @@ class Tokenizer(Vocabulary):
         except Exception as error:  # of no type of its own
             remedy = "name a tokenizer.json of the package tokenizers"
             raise ConfigError("tokenizer", file, f"it is no tokenizer: {error}", remedy) from None
-        self.size = self._tokenizer.get_vocab_size()
+        self._tokenizer.no_truncation()  # which a tokenizer.json may have for another model
+        self._tokenizer.no_padding()
+        self.size = 1 + max(self._tokenizer.get_vocab().values(), default=-1)  # not all ids need to have a token
         ends = (self._tokenizer.token_to_id(each) for each in _ENDS)
         self.end = next((each for each in ends if each is not None), None)
         self.identity = hashlib.sha256(content).hexdigest()

@@ -160,7 +160,7 @@ class Language(SupervisedWorkload, SampleWorkload[TokenSamples]):
         why = f"it has {len(ids):,} tokens, and the model was trained with a context of {context:,}"
         check(len(ids) <= context, "--prompt", ABSENT, why, "type a shorter one")
         with torch.no_grad():
-            return vocabulary.decode(continued(model, ids, context, end=vocabulary.end, **sampling))
+            return vocabulary.decode_after(ids, continued(model, ids, context, end=vocabulary.end, **sampling))
 
     def _sample(self, infer: Callable[[torch.Tensor], torch.Tensor], device: torch.device) -> str:
         """Return the beginning of the held-out text, and how the model continues it."""
@@ -217,8 +217,11 @@ def continued(
         logits = infer(inputs)[0, len(recent) - 1].double().cpu()
         if top_k is not None:
             logits[logits < logits.topk(min(top_k, len(logits))).values[-1]] = -math.inf
-        probabilities = (logits / temperature).softmax(0) if temperature else torch.eye(len(logits))[logits.argmax()]
-        new = int(torch.multinomial(probabilities, 1, generator=generator))
+        if temperature:
+            probabilities = ((logits - logits.max()) / temperature).softmax(0)  # finite, however small it is
+            new = int(torch.multinomial(probabilities, 1, generator=generator))
+        else:
+            new = int(logits.argmax())
         if new == end:
             break
         ids.append(new)

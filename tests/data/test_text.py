@@ -121,13 +121,13 @@ def shard(path: Path, ids: np.ndarray, form: str) -> None:
         np.save(path, ids)
     else:
         header = np.zeros(256, "<i4")
-        header[:3] = 20240520, 1, len(ids)
-        path.write_bytes(header.tobytes() * (form == "llm.c") + ids.tobytes())
+        header[:3] = (20240801, 7, len(ids)) if form == "llama3" else (20240520, 1, len(ids))
+        path.write_bytes(header.tobytes() * (form != "raw") + ids.tobytes())
 
 
-@pytest.mark.parametrize("form", ["npy", "raw", "llm.c"])
+@pytest.mark.parametrize("form", ["npy", "raw", "llm.c", "llama3"])
 def test_shards_are_read_as_they_were_written(form, tmp_path):
-    ids = np.random.default_rng(0).integers(0, 50_000, 1000).astype("<u2")
+    ids = np.random.default_rng(0).integers(0, 50_000, 1000).astype("<u4" if form == "llama3" else "<u2")
     suffix = "npy" if form == "npy" else "bin"
     for number, part in enumerate((ids[:400], ids[400:])):
         shard(tmp_path / f"train_{number}.{suffix}", part, form)
@@ -141,9 +141,10 @@ def test_shards_are_read_as_they_were_written(form, tmp_path):
     assert (targets.flatten()[999:] == -100).all()
 
 
-def test_without_files_that_say_so_the_end_of_the_shards_is_held_out(tmp_path):
+@pytest.mark.parametrize("prefix", ["", "val_"])
+def test_without_files_that_say_so_the_end_of_the_shards_is_held_out(prefix, tmp_path):
     for name, ids in (("a.npy", np.arange(300)), ("b.npy", np.arange(300, 600))):
-        np.save(tmp_path / name, ids.astype(np.int32))
+        np.save(tmp_path / f"{prefix}{name}", ids.astype(np.int32))
     train, held_out = Tokens(file=str(tmp_path), context=16, holdout=0.6).load()
     assert ids_of(train) == [*range(240)]
     assert ids_of(held_out) == [*range(240, 600)]

@@ -15,6 +15,7 @@ from runner.commands import predict
 from runner.config.errors import ConfigError
 from runner.data import text as module
 from runner.data.text import Text
+from runner.data.vocabulary import Tokenizer
 from runner.models.gpt import GPT
 
 CONTEXT, CPU = 8, torch.device("cpu")
@@ -70,6 +71,25 @@ def test_ids_are_those_of_the_tokenizer_with_the_end_of_a_text_between_documents
     count = len(targets)
     assert torch.cat([each.inputs for each in batches]).flatten()[:count].tolist() == ids[:count]
     assert torch.cat([each.targets for each in batches]).flatten()[:count].tolist() == targets
+
+
+def test_what_a_tokenizer_has_for_other_models_changes_no_text(texts, file, tmp_path):
+    package = require("tokenizers").Tokenizer.from_file(str(file))
+    package.enable_truncation(5)
+    package.enable_padding(length=9)
+    package.save(str(tmp_path / "tokenizer.json"))
+    options: dict[str, Any] = {"tokenizer": str(tmp_path / "tokenizer.json"), "context": CONTEXT}
+    assert ids_of(Text(file=str(texts), **options).splits({})["all"]()) == expected(file, TEXTS)[0]
+
+
+def test_ids_may_have_gaps_and_the_space_before_a_continuation_is_kept(tmp_path):
+    package = require("tokenizers")
+    made = package.Tokenizer(package.models.WordLevel({"\u2581one": 0, "\u2581two": 1, "s": 7}, unk_token="s"))
+    made.pre_tokenizer, made.decoder = package.pre_tokenizers.Metaspace(), package.decoders.Metaspace()
+    made.save(str(tmp_path / "tokenizer.json"))
+    vocabulary = Tokenizer(str(tmp_path / "tokenizer.json"))
+    assert (vocabulary.encode("one"), vocabulary.size) == ([0], 8)
+    assert (vocabulary.decode([1]), vocabulary.decode_after([0], [1, 7])) == ("two", " twos")
 
 
 CODE = "def f(x):\n    if x:\n\n        return 'zw\u00f6lf'\n    \n\n\n1 plus 1 is 2 \n  # a comment\nf(3)\n"

@@ -144,6 +144,9 @@ def test_draws_follow_the_probabilities_of_the_logits():
     wanted = (logits[:3] / 0.5).softmax(0)
     shares = torch.bincount(torch.tensor(drawn), minlength=4) / len(drawn)
     torch.testing.assert_close(shares, torch.cat((wanted, torch.zeros(1))), rtol=0, atol=0.015)
+    many = torch.arange(200_000.0)  # whose square would not fit into memory
+    for temperature in (0, 1e-310):
+        assert continued(lambda ids: many.expand(1, ids.shape[1], -1), [0], 4, 3, temperature) == [199_999] * 3
 
 
 def test_a_continuation_ends_with_its_document():
