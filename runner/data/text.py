@@ -173,6 +173,8 @@ class Tokens(TokenData):
         paths = [each for each in _files(path, "*") if each.endswith((".npy", ".bin"))]
         check(bool(paths), "file", str(path), "there is no .npy or .bin file in it", "name one, or a folder of them")
         shards = [self._shard(each) for each in paths]
+        why, remedy = "there are no token ids in it", "name a file, or a folder with files, that has some"
+        check(any(each.length for each in shards), "file", str(path), why, remedy)
         kinds = {each.dtype: each.file for each in shards}
         both = " and ".join(f"{np.dtype(dtype)} ({printable(str(file))})" for dtype, file in kinds.items())
         why = f"files have ids of the dtypes {both}"
@@ -207,7 +209,10 @@ class Tokens(TokenData):
                 why, remedy = f"its header names {found.length:,} ids, and it has {size:,} bytes", "restore the file"
             check(size == found.first + found.length * np.dtype(found.dtype).itemsize, "file", path, why, remedy)
         for start in (0, max(0, found.length - _PIECE // 256)):
-            reason = wrong_ids(found.read(start, min(found.length, start + _PIECE // 256)), self.vocabulary)
+            ids = found.read(start, min(found.length, start + _PIECE // 256))
+            is_half = not found.first and len(ids) > 1 and not ids[1::2].any() and ids.any()
+            reason = "every other id is 0, as in halves of larger numbers" if is_half else ""
+            reason = reason or wrong_ids(ids, self.vocabulary)
             check(not reason, "file", path, reason, "set data.vocabulary_size, and data.dtype of .bin files")
         return found
 
@@ -277,10 +282,11 @@ def _files(path: Path, pattern: str) -> list[str]:
 def _drawn(documents: list[Segment], holdout: float) -> tuple[list[Segment], list[Segment]]:
     """Return the documents to train on and those that are held out, in their order; of a single one, both parts.
 
-    They are drawn at random, independently of the seed of a run, as long as they fit into the share of the bytes.
+    They are drawn at random, independently of the seed of a run, as long as they fit into the share of the bytes. If
+    these are less than half of it, as a few tiny ones, the shortest one that does not fit is held out, too.
     """
     total = sum(each.length for each in documents)
-    share = max(1, round(holdout * total))
+    share = wanted = max(1, round(holdout * total))
     if len(documents) == 1:
         return _cut(documents, total - share)
     order = torch.randperm(len(documents), generator=torch.Generator().manual_seed(derive(0, "text"))).tolist()
@@ -289,7 +295,9 @@ def _drawn(documents: list[Segment], holdout: float) -> tuple[list[Segment], lis
         if documents[number].length <= share:
             chosen.add(number)
             share -= documents[number].length
-    chosen = chosen or {min(order, key=lambda number: documents[number].length)}
+    rest = [number for number in order if number not in chosen]
+    if share > wanted / 2 and len(rest) > 1:
+        chosen.add(min(rest, key=lambda number: documents[number].length))
     train = [each for number, each in enumerate(documents) if number not in chosen]
     return train, [documents[number] for number in sorted(chosen)]
 

@@ -165,7 +165,8 @@ class Language(SupervisedWorkload, SampleWorkload[TokenSamples]):
     def _sample(self, infer: Callable[[torch.Tensor], torch.Tensor], device: torch.device) -> str:
         """Return the beginning of the held-out text, and how the model continues it."""
         vocabulary, [context] = self.held_out.vocabulary, self.held_out.shape
-        ids = self.held_out.tokens.read(0, max(1, context // 8)).tolist()
+        tokens = self.held_out.tokens
+        ids = tokens.read(0, min(len(tokens), max(1, context // 8))).tolist()
         options = {"temperature": _TEMPERATURE, "seed": derive(0, "sample"), "device": device}
         new = continued(infer, ids, context, self.sample_tokens, **options)
         return vocabulary.decode([*ids, *new])

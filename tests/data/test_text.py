@@ -82,6 +82,12 @@ def test_whole_documents_are_held_out_and_the_same_ones_in_every_run(tmp_path):
     assert [ids_of(each) for each in again] == [ids_of(train), ids_of(held_out)]
 
 
+def test_a_tiny_document_is_not_all_that_is_held_out(tmp_path):
+    texts = {"a": b"x" * 50, "b": b"y", "c": b"z" * 40}
+    train, held_out = Text(file=write(tmp_path, texts), context=8, holdout=0.1).load()
+    assert (ids_of(train), ids_of(held_out)) == ([*texts["a"], END], [*texts["b"], END, *texts["c"], END])
+
+
 def test_of_a_single_document_the_end_is_held_out(tmp_path):
     content = bytes(range(1, 101))
     train, held_out = Text(file=write(tmp_path, {"a": content}) + "/a", context=4, holdout=0.1).load()
@@ -187,6 +193,8 @@ BAD_SHARDS = {
     "negative": ({"a.npy": np.full(99, -1)}, {}, "file"),
     "half an id": ({"a.bin": b"123"}, {}, "file"),
     "no array": ({"a.npy": b"123" * 30}, {}, "file"),
+    "empty": ({"a.bin": b"", "b.npy": np.zeros(0, "u2")}, {}, "file"),
+    "of more bits": ({"a.bin": np.arange(99, dtype="<u4").tobytes()}, {}, "file"),
 }
 
 

@@ -212,13 +212,14 @@ def test_another_text_is_evaluated_whole(trained, tmp_path):
 
 
 def test_a_text_shorter_than_a_context_is_evaluated(trained, tmp_path):
-    (tmp_path / "other.txt").write_bytes(b"1 + 1")
     run = runner.load(trained.directory)
-    found = run.evaluate("last", [f"data.file={tmp_path / 'other.txt'}"])
-    with torch.no_grad():
-        logits = network(run.weights("last"))(torch.tensor([[*b"1 + 1"]]))[0]
-    wanted = cross_entropy(logits, torch.tensor([*b" + 1", END])).item()
-    assert found["eval/loss"] == pytest.approx(wanted, rel=1e-12)
+    for text in (b"1 + 1", b"1"):
+        (tmp_path / "other.txt").write_bytes(text)
+        found = run.evaluate("last", [f"data.file={tmp_path / 'other.txt'}"])
+        with torch.no_grad():
+            logits = network(run.weights("last"))(torch.tensor([[*text]]))[0]
+        wanted = cross_entropy(logits, torch.tensor([*text[1:], END])).item()
+        assert found["eval/loss"] == pytest.approx(wanted, rel=1e-12)
 
 
 class Bag(torch.nn.Module):
