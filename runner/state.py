@@ -18,6 +18,7 @@ from runner.batching import Step
 from runner.code_state import CodeState, roots_of
 from runner.config import user_code
 from runner.config.errors import ConfigError, check, shortened
+from runner.config.hooks import Hooks
 from runner.data.base import Samples, copied
 from runner.device import flops_per_second
 from runner.parallel import full_state
@@ -89,6 +90,8 @@ class State:
         self.metrics: dict[str, float] = {}
         self.best: dict[str, Any] = {}
         self.hooks, self._to_log, self._save_soon = user_code.hooks(), dict[str, Any](), False
+        if session.plan.shards_parameters:
+            self.hooks = Hooks(*map(full_state.writing_shards, self.hooks))
         self._stop_reason = ""
         self.out_of_time = ""  # the rule `stop.max_time` in words, once the time of rank 0 is up
         self.hash, config = config_hash(run.config), config_text(run.config)
@@ -112,7 +115,7 @@ class State:
         """A context for an evaluation, with averaged weights: the training goes on as without it."""
         random = random_states(self.session.devices)
         try:
-            with self.code.unchanged(in_evaluation=True), self.modules.evaluating(), self.average.applied():
+            with self.code.unchanged(in_evaluation=True), self.average.applied(), self.modules.evaluating():
                 yield
         finally:
             set_random_states(random, self.session.devices)

@@ -31,6 +31,8 @@ from runner.system.signals import is_of_signal
 
 log = logging.getLogger(__name__)
 _FILE = re.compile(r"([^:,]+\.py)(?::(\w+))?")
+_TARGETS = re.compile(r"y|(y_)?(true|targets?|labels?|truth|ground_truth|gt|actual)")
+_OUTPUTS = re.compile(r"(y_)?(pred\w*|scores?|prob\w*|hat|outputs?|logits|inputs?)")
 _GROUPS = ("model", "data", "env", "schedule", "workload")
 
 
@@ -335,6 +337,18 @@ def check_function(key: str, function: Any, arguments: Sequence[str], body: str 
         why = f"it is no function of ({', '.join(arguments)}){place(function)}"
         remedy = f"def {key.rpartition('.')[2]}({', '.join(arguments)}): {body}"
         raise ConfigError(key, _name(function), why, remedy) from None
+
+
+def check_order(key: str, function: Any) -> None:
+    """Raise a `ConfigError` with `key` if `function` takes (targets, outputs) by name, as those of scikit-learn do."""
+    try:
+        first, second = [*inspect.signature(getattr(function, "forward", function)).parameters][:2]
+    except (TypeError, ValueError):
+        return
+    is_other = _TARGETS.fullmatch(first.lower()) and _OUTPUTS.fullmatch(second.lower())
+    remedy = f"lambda outputs, targets: {getattr(function, '__name__', 'it')}(targets, outputs)"
+    why = f"its arguments are ({first}, {second}), and it is called with (outputs, targets)"
+    check(not is_other, key, _name(function), why, remedy)
 
 
 def run_name(code: Mapping[str, str]) -> str:

@@ -34,7 +34,7 @@ class UserModel(Model):
         given, sizes = user_code.find("model"), {"shape": shape, "num_classes": num_classes}
         check(given is not None, "", ABSENT, "no network is given", "model=FILE.py:NAME, or define model in the file")
         if isinstance(given, torch.nn.Module):
-            return _plain(copied_module(given).cpu())
+            return _checked(copied_module(given).cpu())
         check(callable(given), "", given, "it is neither a module nor a class or function that makes one", "pass one")
         with user_code.errors_of("model"), seeded(torch.initial_seed()):
             free = required(given)
@@ -43,7 +43,7 @@ class UserModel(Model):
             check({*free} <= {*sizes}, "", user_code.given().names().get("model"), why, remedy)
             model = build_with_values(lambda: given(**{name: sizes[name] for name in free}))
         check(isinstance(model, torch.nn.Module), "", type(model).__name__, "it is no torch.nn.Module", "return one")
-        return _plain(model)
+        return _checked(model)
 
     def needed_sizes(self) -> list[str]:
         """Return the arguments of the network that depend on the data: `shape`, `num_classes`, both or none."""
@@ -51,8 +51,13 @@ class UserModel(Model):
         return required(given) if callable(given) and not isinstance(given, torch.nn.Module) else []
 
 
-def _plain(model: torch.nn.Module) -> torch.nn.Module:
+def _checked(model: torch.nn.Module) -> torch.nn.Module:
     if (plain := getattr(model, "_orig_mod", None)) is None:
+        its = {id(parameter) for parameter in model.parameters()}
+        left = [n for n, p in torch.nn.Module.named_parameters(model) if p.requires_grad and id(p) not in its]
+        why = f"its method parameters() leaves out {', '.join(left[:1])}, and what requires gradients is trained"
+        remedy = "requires_grad_(False) for those that are not, or model.freeze=[…], in place of the method"
+        check(not left, "", type(model).__name__, why, remedy)
         return model
     log.warning("model: what torch.compile made is used uncompiled, under its own names of weights; set compile=true")
     return plain

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from runner.storage.state_dict import fit_buffers, fitted, with_versions
 from runner.storage.value_checks import TensorSpec, UnexpectedContentError, check_like, is_finite
 
 _PROBE = (3, 5)  # the shape of a test parameter: a state tensor of this shape must have it from the parameter
+
 
 TensorDict = dict[str, "torch.Tensor"]
 """The tensors of a model by name. The names have no prefix of a wrapper, such as DDP's `module.`."""
@@ -178,3 +181,20 @@ def _state_of(parameter: torch.nn.Parameter, state: dict[str, Any]) -> dict[str,
             value = value.clone()  # so that it does not refer to the memory-mapped file
         copies[key] = value
     return copies
+
+
+def writing_shards(hook: Callable[..., object]) -> Callable[..., object]:
+    """Return `hook`, in which `parameter.data = value`, as of an averaged teacher, writes shards: torch drops it."""
+
+    def called(*arguments: Any) -> object:
+        with _WritesShards():
+            return hook(*arguments)
+
+    return called
+
+
+class _WritesShards(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == torch.Tensor.data.__set__ and hasattr(args[0], "device_mesh"):
+            return args[0].detach().copy_(args[1])
+        return func(*args, **kwargs or {})

@@ -141,8 +141,8 @@ class Modules:
         with ExitStack() as kept:
             kept.callback(self.train)
             for module in self.each:
-                kept.enter_context(attributes_kept([module]))
-                module.eval()
+                module.eval()  # which may merge weights and remember it, as layers of LoRA do: train() undoes that
+            kept.enter_context(attributes_kept(self.each))
             kept.enter_context(self.synchronized())
             yield
 

@@ -125,7 +125,8 @@ class EvaluationMetrics:
             log.debug("metrics.%s cannot be computed of a few samples", name, exc_info=True)
             return float("nan")
         try:
-            return float(torch.as_tensor(value).cpu().double().mean())
+            dtype = None if isinstance(value, torch.Tensor) else torch.float64  # a number keeps its digits
+            return float(torch.as_tensor(value, dtype=dtype).cpu().double().mean())
         except (TypeError, ValueError, RuntimeError):
             why = f"it returns {value}, and not a number{user_code.place(metric)}"
             remedy = "return one number, or an array whose mean is meant"

@@ -19,6 +19,7 @@ from runner.config import user_code
 from runner.config.errors import ABSENT, ConfigError, check
 from runner.data.base import IGNORED, Batch, CollatedBatch, LabeledSamples, Samples, copied, num_samples_of
 from runner.data.memory import ArraySamples
+from runner.model.user import UserModel
 from runner.storage.signature import OUTPUTS
 from runner.system.trees import Tree, call, map_tensors, num_rows, rows_of, tensors_of
 from runner.tracking.metrics import BatchSums, MetricSums
@@ -30,6 +31,9 @@ from runner.workloads.supervised import comparable
 from runner.workloads.user_base import UserCodeWorkload
 
 log = logging.getLogger(__name__)
+
+_LOSSES = ("training_step", "compute_loss", "loss_function", "loss_fn", "criterion")
+"""What networks of users call their losses."""
 
 
 @dataclass
@@ -62,6 +66,7 @@ class UserWorkload(UserCodeWorkload, CrossEntropyWorkload[Samples]):
         check(is_one or given is not None, "loss", ABSENT, why, remedy)
         self._loss: Any = copy.deepcopy(given) or (_cross_entropy if self._of_classes else _mean_squared_error)
         check(callable(self._loss), "loss", given, "it is no function of (outputs, targets)", "pass a function")
+        user_code.check_order("loss", self._loss)
         if isinstance(given, torch.nn.Module):
             trained, name = any(each.requires_grad for each in given.parameters()), type(given).__name__
             check(not trained, "loss", name, "its parameters would not be trained", "make them a part of the model")
@@ -90,8 +95,18 @@ class UserWorkload(UserCodeWorkload, CrossEntropyWorkload[Samples]):
             if absent := self._num_outputs - int((seen >= 0).sum()):
                 log.warning("data: %d of the %d classes from 0 on have no samples", absent, self._num_outputs)
 
+    def build_model(self) -> torch.nn.Module:
+        model = super().build_model()
+        is_default = isinstance(self.model, UserModel) and user_code.find("loss") is None
+        found = [name for name in _LOSSES if is_default and hasattr(model, name)]
+        why = f"it has {', '.join(found)}, which would not be called, and no loss is given"
+        remedy = "define loss in the file; or training_step(model, batch), which calls it"
+        check(not found, "model", type(model).__name__, why, remedy)
+        return model
+
     def extra_metrics(self) -> EvaluationMetrics:
         given = {} if (found := user_code.find("metrics")) is None else found
+        given = dict(given.items()) if hasattr(given, "add_metrics") else given  # a collection of torchmetrics
         why = "it is no dict from names, loss not among them, to functions of (outputs, targets)"
         usable = isinstance(given, Mapping) and "loss" not in given
         check(usable, "metrics", given, why, 'metrics={"accuracy": function}')
@@ -103,6 +118,7 @@ class UserWorkload(UserCodeWorkload, CrossEntropyWorkload[Samples]):
             check(not hasattr(metric, "add_metrics"), f"metrics.{name}", type(metric).__name__, why, remedy)
             why, remedy = "it cannot be called with (outputs, targets)", "give a function, or an object with __call__"
             check(callable(metric), f"metrics.{name}", metric, why, remedy)
+            user_code.check_order(f"metrics.{name}", metric)
         named = {name: of_samples(name, self._of_classes) for name in self._names}
         why, remedy = "the file defines a metric of this name", "leave one of the two out"
         check(not {*given} & {*named}, "workload.metrics", self._names, why, remedy)

@@ -32,6 +32,7 @@ from helpers.user_objects import (
     right,
     tensors,
 )
+from sklearn.metrics import r2_score
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import ConcatDataset, DataLoader
@@ -214,6 +215,20 @@ class Remembers(Net):
         return outputs
 
 
+class LightningNet(Net):
+    def training_step(self, batch, index):
+        raise AssertionError("not called")
+
+
+class HeadAlone(Net):
+    def parameters(self, recurse=True):
+        return iter([*super().parameters(recurse)][-2:])
+
+
+def pinball(y_true, y_pred):
+    return torch.maximum(0.9 * (y_true - y_pred), 0.1 * (y_pred - y_true)).mean()
+
+
 def one_output() -> nn.Module:
     return Net(1)
 
@@ -261,6 +276,10 @@ def shifted(by: int) -> Any:
     ),
     ({"model": Remembers}, "loss", "keeps a tensor with its graph"),
     ({"loss": 3}, "loss", "function"),
+    ({"loss": pinball}, "loss", "pinball(targets, outputs)"),
+    ({"metrics": {"r2": r2_score}}, "metrics.r2", "r2_score(targets, outputs)"),
+    ({"model": LightningNet}, "model", "training_step"),
+    ({"model": HeadAlone}, "model", "parameters()"),
     ({"metrics": [right]}, "metrics", "dict"),
     ({"metrics": {"": right}}, "metrics", "no name"),
     ({"metrics": {3: right}}, "metrics", "no name"),
@@ -372,12 +391,8 @@ def test_folders_beside_a_file_may_be_called_as_those_of_this_repository(tmp_pat
 
 
 def test_a_training_step_of_a_network_is_said_not_to_be_called(capfd):
-    class LightningNet(Net):
-        def training_step(self, batch, index):
-            raise AssertionError("not called")
-
-    trained("steps=1", model=LightningNet)
-    said = "cross-entropy, as the targets are integers; what the network defines as training_step is not called"
+    trained("steps=1", model=LightningNet, loss=nn.CrossEntropyLoss())
+    said = "CrossEntropyLoss; what the network defines as training_step is not called"
     assert said in capfd.readouterr().err
 
 

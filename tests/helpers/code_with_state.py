@@ -98,6 +98,25 @@ class Recurrent(nn.Module):
         return outputs + sum(self.bank) / len(self.bank) + 0.1 * self.table.to(x)
 
 
+class Merged(nn.Linear):
+    """It adds a product of low rank (LoRA) to its weight in evaluation mode, and takes it off in training mode."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 2)
+        self.a, self.b, self.merged = nn.Parameter(torch.randn(1, 6)), nn.Parameter(torch.randn(2, 1)), False
+        self.weight.requires_grad_(False)
+
+    def train(self, mode: bool = True) -> Merged:
+        super().train(mode)
+        if mode == self.merged:
+            self.weight.data += (-1 if mode else 1) * self.b @ self.a
+            self.merged = not mode
+        return self
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input) + (0 if self.merged else input @ self.a.T @ self.b.T)
+
+
 def raises_weight(state: Any) -> None:
     global weight
     weight += 0.1
@@ -113,6 +132,7 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "closure": lambda: {"training_step": of_closure()},
     "object": lambda: {"loss": Relative()},
     "network": lambda: {"model": Recurrent},
+    "merged": lambda: {"model": Merged},
     "hook": lambda: {"loss": of_weight, "after_step": raises_weight},
 }
 """Functions that make the parts of a user."""

@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 import torch
 from helpers.compose import TINY_CPU, build_composed_run, compose_config
-from helpers.plain_loop import PLAIN_LOOP_OVERRIDES
+from helpers.plain_loop import PLAIN_LOOP_OVERRIDES, largest_difference, weights_at
 from helpers.ranks import connected_session
+from helpers.strange_networks import CASES, CPU, PLAIN, Teacher, trained_with
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from runner.config.user_code import passed
 from runner.parallel.full_state import full_tensor
 from runner.state import State
 from runner.training import prepare, train_step
@@ -185,3 +187,26 @@ def weights_of_tied(config: dict[str, Any], directory: Path, network: type[Tied]
             train_step(state, batches, step, log_due=False)
         assert state.model.first.weight is state.model.second.weight
         return {name: full_tensor(parameter.detach()).clone() for name, parameter in state.model.named_parameters()}
+
+
+class Taught(Teacher):
+    """Its teacher is an average that only the hook of the run writes."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x) + 0.5 * self.teacher(x)
+
+
+def averages(state: Any) -> None:
+    for mine, average in zip(state.model.layers.parameters(), state.model.teacher.parameters(), strict=True):
+        average.data = average.data * 0.5 + mine.data * 0.5
+
+
+def test_a_hook_that_assigns_the_data_of_parameters_writes_their_shards(ranks, tmp_path):
+    parts = {**CASES["plain"], "model": Taught, "after_step": averages}
+    words = [*CPU, *PLAIN, "steps=3", "save_every=0"]
+    for mode, size in (("single", 1), ("fsdp", 2)):
+        config = compose_config(*passed(**parts).added_to([*words, f"parallel={mode}"]))
+        (tmp_path / mode).mkdir()
+        ranks(size).call_on_all(trained_with, parts, config, tmp_path / mode)
+    weights = [weights_at(tmp_path / mode, 3) for mode in ("single", "fsdp")]
+    assert largest_difference(*weights) < 1e-12

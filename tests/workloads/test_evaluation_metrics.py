@@ -189,7 +189,8 @@ def test_objects_and_functions_of_any_kind_see_each_sample_once_in_order():
         order.append(outputs)
         return ((outputs > 0.5) == targets).double().mean().item()
 
-    metrics = EvaluationMetrics({**objects, "function": share, "module": torch.nn.L1Loss()})
+    plain = {"function": share, "module": torch.nn.L1Loss(), "number of Python": lambda outputs, targets: 0.1}
+    metrics = EvaluationMetrics({**objects, **plain})
     for sizes in ((11,), (6, 5), (4, 4, 3), (11, 0)):
         found = metrics.compute(shards_of(metrics, outputs, targets, *sizes), CPU)
         for name, each in objects.items():
@@ -197,6 +198,7 @@ def test_objects_and_functions_of_any_kind_see_each_sample_once_in_order():
             fresh.reset()
             assert found[name] == pytest.approx(float(fresh(outputs, targets)), abs=1e-6), (name, sizes)
         assert found["function"] == pytest.approx(float(((outputs > 0.5) == targets).double().mean()))
+        assert found["number of Python"] == 0.1, "all of its digits"
         assert found["module"] == pytest.approx(float((outputs - targets).abs().mean()))
         assert torch.equal(order.pop(), outputs), "in the order of the data set"
         concordance = torchmetrics.regression.ConcordanceCorrCoef()
