@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from runner.storage.state_dict import fit_buffers, fitted, with_versions
 from runner.storage.value_checks import TensorSpec, UnexpectedContentError, check_like, is_finite
@@ -186,15 +185,16 @@ def _state_of(parameter: torch.nn.Parameter, state: dict[str, Any]) -> dict[str,
 def writing_shards(hook: Callable[..., object]) -> Callable[..., object]:
     """Return `hook`, in which `parameter.data = value`, as of an averaged teacher, writes shards: torch drops it."""
 
+    assign: Any = torch.Tensor.data
+
+    class WritesShards(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func == assign.__set__ and hasattr(args[0], "device_mesh"):
+                return args[0].detach().copy_(args[1])
+            return func(*args, **kwargs or {})
+
     def called(*arguments: Any) -> object:
-        with _WritesShards():
+        with WritesShards():
             return hook(*arguments)
 
     return called
-
-
-class _WritesShards(TorchFunctionMode):
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func == torch.Tensor.data.__set__ and hasattr(args[0], "device_mesh"):
-            return args[0].detach().copy_(args[1])
-        return func(*args, **kwargs or {})
