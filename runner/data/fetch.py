@@ -60,6 +60,8 @@ class BatchMaker:
             shapes = [shape for sample in samples for shape in sorted({*_shapes(sample)})]
             why = f"its samples cannot be stacked ({', '.join(dict.fromkeys(shapes))}): {error}"
             remedy = "let all samples have one shape and dtype, or define collate(samples) beside the data, which pads"
+            if isinstance(error, TypeError):  # such as an image of PIL
+                remedy = "return tensors, arrays or numbers, or define collate(samples) beside the data"
             raise DataError(name, why, remedy) from None
         both = (inputs, targets) if self.is_divided else inputs
         kinds = {type(leaf).__name__ for _, leaf in leaves_of(both) if not isinstance(leaf, torch.Tensor)}

@@ -74,6 +74,7 @@ class UserData(Data):
             else:
                 kinds = [Reader if is_stream else Fetch for is_stream in streams]
                 fetches = [kind(each, collate, is_divided) for kind, each in zip(kinds, sets, strict=True)]
+                workers = Workers(self.workers, self.timeout, self.prefetch, fetches)  # before anything is read
                 content = sha256([fetch.some() for fetch in fetches])
                 doubles = set[str]().union(*(fetch.doubles or () for fetch in fetches))
                 for fetch in fetches:
@@ -81,7 +82,7 @@ class UserData(Data):
                 name, why = type(sets[0]).__name__, "it is also the held-out stream, and cannot be copied"
                 is_shared = sets[0] is sets[1] and isinstance(fetches[0], Reader) and not fetches[0].is_copied
                 check(not is_shared, "", name, why, "pass two objects: (Stream(), Stream())")
-                workers = Workers(self.workers, self.timeout, self.prefetch, fetches if self.workers else None)
+                workers.attributes["doubles"] = doubles
                 train, held_out = (
                     StreamSamples(each, number, workers, content, self.eval_samples)
                     if isinstance(each, Reader)

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from runner.config import packed_code
+from runner.config.errors import ConfigError
 from runner.data.base import DataError
 from runner.system.cpu import cores_per_process
 from runner.system.forkserver import start_server, without_main_module
@@ -42,11 +43,22 @@ class Workers:
         count: number of processes; with none, the process that reads loads the batches.
         timeout: seconds to wait for a batch.
         ahead: number of batches that each process loads in advance.
-        functions: functions of the user that load batches. Each process gets them once; see `call_shared`.
+        functions: functions of the user that load batches. Each process gets them once, as they are now, before they
+            have opened a file, for example; see `call_shared`.
+
+    Raises:
+        ConfigError: if the functions cannot be sent to a process.
     """
 
     def __init__(self, count: int, timeout: float = 120, ahead: int = 2, functions: Sequence[Callable] | None = None):
-        self.count, self.timeout, self.ahead, self._functions = count, timeout, ahead, functions
+        self.count, self.timeout, self.ahead = count, timeout, ahead
+        try:
+            self._packed = packed_code.pack(functions) if count and functions else b""
+        except ConfigError as error:
+            remedy = "open files, and make what cannot be sent, in the first __getitem__; or data.workers=0"
+            raise ConfigError("workers", count, error.why, remedy) from error
+        self.attributes: dict[str, Any] = {}
+        """Those that the functions have in each process, as far as they are only known later."""
         self._pool: ProcessPoolExecutor | None = None
         self._loading: list[Future[Any]] = []
 
@@ -80,8 +92,7 @@ class Workers:
             if self._pool is None:
                 start_worker_server()
                 context = multiprocessing.get_context("forkserver")
-                packed = packed_code.pack(self._functions) if self._functions else b""
-                self._pool = ProcessPoolExecutor(self.count, context, _begin_worker, (packed,))
+                self._pool = ProcessPoolExecutor(self.count, context, _begin_worker, (self._packed, self.attributes))
             with without_main_module():  # a worker may be started here
                 future = self._pool.submit(_loaded, load, job)
             self._loading = [*(each for each in self._loading if not each.done()), future]
@@ -176,11 +187,13 @@ def call_shared(number: int, job: Any) -> Any:
     return _functions[number](job)
 
 
-def _begin_worker(packed: bytes) -> None:
+def _begin_worker(packed: bytes, attributes: dict[str, Any]) -> None:
     """Use one thread, and exit when the process of the run ends, even by SIGKILL: then nobody closes the queues."""
     global _functions
     torch.set_num_threads(1)
     _functions = packed_code.unpack(packed) if packed else ()
+    for function in _functions:
+        vars(function).update(attributes)
     run = multiprocessing.parent_process()
     assert run is not None
 

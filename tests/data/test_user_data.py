@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import numpy as np
@@ -253,13 +254,26 @@ def test_a_sample_draws_the_same_numbers_wherever_it_is_read(caplog):
     assert not caplog.messages
 
 
+class Opens(Noisy):
+    """It makes what cannot be sent for its first sample, as a file of HDF5: workers get it as it was before that."""
+
+    lock: Any = None
+
+    def __getitem__(self, index: int) -> Any:
+        self.lock = self.lock or threading.Lock()
+        return super().__getitem__(index)
+
+
 def test_generators_of_a_data_set_do_not_repeat_in_workers_and_a_resume_is_bitwise():
-    data = (Noisy(48), Noisy(12))
+    data, opened = (Noisy(48), Noisy(12)), (Opens(48), Opens(12))
     words = [*CPU, "steps=4", "save_every=2", "eval_every=0"]
     network = lambda: torch.nn.Linear(5, 3)  # noqa: E731
     whole = runner.train(words, model=network, data=data)
-    workers = runner.train([*words, "data.workers=2"], model=network, data=data)
+    workers = runner.train([*words, "data.workers=2"], model=network, data=opened)
     other = weights_at(workers.directory, 4)
+    with pytest.raises(ConfigError) as refused:
+        runner.train([*words, "data.workers=2"], model=network, data=opened)
+    assert (refused.value.key, "first __getitem__" in refused.value.remedy) == ("data.workers", True)
     assert largest_difference(weights_at(whole.directory, 4), other) == 0
     runner.train([f"resume={whole.directory}/checkpoints/step_00000002"], model=network, data=(Noisy(48), Noisy(12)))
     assert largest_difference(weights_at(whole.directory, 4), other) == 0
