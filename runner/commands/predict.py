@@ -52,6 +52,7 @@ def main(arguments: Sequence[str] | None) -> int:
         )
     options = parser.parsed(arguments)
     from runner.api.saved import load
+    from runner.data.vocabulary import Vocabulary
 
     files, code = options.files, user_code.typed_files(options.files)  # model=mine.py, if the network is one of a user
     files = [word for word in files if override_key(word) not in code]
@@ -64,7 +65,8 @@ def main(arguments: Sequence[str] | None) -> int:
         check(not files, "--prompt", ABSENT, "it takes the place of files", "leave out one of the two")
         sampling = {name: getattr(options, name) for name in _SAMPLING}
         try:
-            print(options.prompt + run.generate(options.prompt, options.checkpoint, **sampling))
+            text, utf_8 = run.generate(options.prompt, options.checkpoint, **sampling), Vocabulary()
+            print(utf_8.decode(utf_8.encode(options.prompt)) + text)
         except ConfigError as error:
             key = f"--{error.key.replace('_', '-')}" if error.key in _SAMPLING else error.key
             raise ConfigError(key, error.got, error.why, error.remedy) from None

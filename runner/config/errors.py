@@ -85,10 +85,10 @@ def errors_under(key: str) -> Iterator[None]:
         raise ConfigError(f"{key}.{inner}".rstrip("."), error.got, error.why, error.remedy) from None
 
 
-def see_comments(component: object) -> str:
-    """Return a remedy that refers to the comments in the option file of `component`, an object or a class."""
+def see_comments(component: object, key: str = "") -> str:
+    """Return a remedy that refers to the comments in the option file of `component`, an object or a class, on `key`."""
     cls = component if isinstance(component, type) else type(component)
-    return f"see the comments in {option_file(cls)}"
+    return f"see the comments in {option_file(cls, key)}"
 
 
 def shortened(text: str, most: int = 80) -> str:

@@ -46,4 +46,4 @@ def check_range(component: object, key: str, limits: Range) -> None:
     value = getattr(component, key)
     word = "a whole number" if isinstance(value, int) else "a finite number"
     if value not in limits:  # or each start would search the option files for the remedy
-        raise ConfigError(key, value, f"it must be {word} {limits}", see_comments(component))
+        raise ConfigError(key, value, f"it must be {word} {limits}", see_comments(component, key))

@@ -123,10 +123,10 @@ def typed_values(cls: type, node: Mapping[str, Any]) -> dict[str, Any]:
         default, factory = fields[name].default, fields[name].default_factory
         value = given[name] if name in given else default if factory is dataclasses.MISSING else factory()
         if value in ("???", dataclasses.MISSING):
-            raise ConfigError(name, ABSENT, "it has no value", f"give it one; {see_comments(cls)}")
+            raise ConfigError(name, ABSENT, "it has no value", f"give it one; {see_comments(cls, name)}")
         values[name] = _resolved(name, value, field_types(cls)[name]) if "${" in str(value) else value
         if values[name] == "" and default != "":
-            raise ConfigError(name, value, "it must be a text that is not empty", see_comments(cls))
+            raise ConfigError(name, value, "it must be a text that is not empty", see_comments(cls, name))
     return values
 
 
@@ -145,7 +145,7 @@ def checked_values(cls: type, node: Mapping[str, Any]) -> dict[str, Any]:
             values[name] = value if is_later else _converted(value, hints[name])
         except (ValueError, OverflowError):
             why, choices = f"it must be {_in_words(hints[name])}", _choices(hints[name])
-            remedy = did_you_mean(value, choices) if choices and isinstance(value, str) else see_comments(cls)
+            remedy = did_you_mean(value, choices) if choices and isinstance(value, str) else see_comments(cls, name)
             raise ConfigError(name, value, why, remedy) from None
     return values
 

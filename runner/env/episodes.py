@@ -31,7 +31,7 @@ class Replayed(NamedTuple):
     """How an episode stood after its actions had been replayed."""
 
     observation: Any
-    """The last observation; None if the environment raised an error, or the episode ended before its last action."""
+    """The last observation; None if an error was raised, an action followed its end, or the rewards were others."""
     ended: bool
 
 
@@ -57,7 +57,7 @@ class Episodes(gymnasium.Wrapper):
         super().__init__(env)
         self._has_plain_state = has_plain_state(env)
         self._own = OwnGenerators() if draws_globally else None
-        self._seed, self._number, self._actions = 0, 0, array("i")
+        self._seed, self._number, self._actions, self._return = 0, 0, array("i"), 0.0
         self._is_over = False  # of a restored episode, which the vectorized environment does not know
         self.replayed: Replayed | None = None
         self.metadata = {**env.metadata, "saves_episodes": True}
@@ -70,7 +70,7 @@ class Episodes(gymnasium.Wrapper):
         return self._begin(options)
 
     def _begin(self, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        self._actions, seed = array("i"), episode_seed(self._seed, self._number)
+        self._actions, self._return, seed = array("i"), 0.0, episode_seed(self._seed, self._number)
         if type(self.unwrapped).__module__.startswith("minatar."):  # its sticky actions outlast a reset
             self.unwrapped.game.last_action = 0  # pyright: ignore[reportAttributeAccessIssue]
         with self._drawing(seed):
@@ -81,10 +81,10 @@ class Episodes(gymnasium.Wrapper):
             observation, info = self.reset()
             return observation, 0.0, False, False, info
         self._actions.append(int(action))
-        if self._own is None:
-            return self.env.step(action)
         with self._drawing():
-            return self.env.step(action)
+            taken = self.env.step(action)
+        self._return += float(taken[1])
+        return taken
 
     def _drawing(self, seed: int | None = None) -> AbstractContextManager[None]:
         return nullcontext() if self._own is None else self._own.drawing(seed)
@@ -96,7 +96,7 @@ class Episodes(gymnasium.Wrapper):
             kept = [attributes(each) for each in chain(self.env)]
             return {"attributes": tree_map_only(torch.Tensor, torch.Tensor.numpy, kept)}
         record = {"seed": self._seed, "number": self._number, "actions": np.array(self._actions)}
-        return record | {"draws_globally": self._own is not None}
+        return record | {"return": self._return, "draws_globally": self._own is not None}
 
     @running_episode.setter
     def running_episode(self, state: dict[str, Any]) -> None:
@@ -114,6 +114,8 @@ class Episodes(gymnasium.Wrapper):
                     raise RuntimeError("the episode has ended before")
                 observation, _, terminated, truncated, _ = self.step(np.int64(action))
                 ended = bool(terminated or truncated)
+            if state.get("return", self._return) != self._return:  # of what no observation shows
+                observation = None
         except Exception:  # of any type: an environment that is not deterministic may be in any state
             observation = None
         self._is_over = ended

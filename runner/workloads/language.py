@@ -6,13 +6,13 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch.nn.functional import cross_entropy
 
 from runner.config.errors import ABSENT, ConfigError, check, errors_under
-from runner.config.limits import NonNegativeInt
+from runner.config.limits import Range
 from runner.config.options import chosen_option
 from runner.data.base import IGNORED, Samples
 from runner.data.text import TokenData
@@ -36,7 +36,7 @@ class Language(SupervisedWorkload, SampleWorkload[TokenSamples]):
     one of a document.
     """
 
-    sample_tokens: NonNegativeInt = 200
+    sample_tokens: Annotated[int, Range(least=0, most=10_000)] = 200  # which are drawn one after another
 
     _num_tried = 0  # contexts, while the network is only tried
 

@@ -139,6 +139,7 @@ def test_a_value_within_the_limits_is_converted_to_its_type(option, typed, value
     ("compile", "blok", "did you mean blocks?"),
     ("proof", "maybe", "choose from: auto, false, true"),
     ("optimizer/sgd.lr", "abc", "see the comments in conf/optimizer/sgd.yaml"),
+    ("data/text.holdout", "x", "see the comments in conf/data/_tokens.yaml"),
     ("accumulation/1.steps", "x", "see the comments in conf/accumulation/"),
 )
 def test_an_error_names_similar_choices_or_the_file_of_the_option(option, typed, remedy):

@@ -96,10 +96,11 @@ def test_each_episode_depends_on_its_seed_its_number_and_its_actions_alone():
     assert len({tuple(each) for each in starts[0]}) == 8, "no two episodes begin alike"
 
 
-def test_environments_that_are_not_deterministic_are_named(tmp_path):
-    env = prepared(f"{HERE[0]}ClockWalk-v0", num_envs=2)
+@pytest.mark.parametrize("id", ["ClockWalk-v0", "LevelWalk-v0"])
+def test_environments_that_are_not_deterministic_are_named(id, tmp_path):
+    env = prepared(f"{HERE[0]}{id}", num_envs=2)
     with env.vector(2) as first, env.vector(2) as second:
         first.reset(5)
         second.reset(5)
-        play(first, 5, 0)
+        play(first, 50, 0)
         assert second.load_state_dict(through_a_file(first.state_dict(), tmp_path / "state.pt")) == [0, 1]

@@ -46,6 +46,20 @@ class ClockWalk(Walk):
         return time.perf_counter() % 1
 
 
+class LevelWalk(Walk):
+    """Its rewards depend on the number of its episodes so far, which no observation shows."""
+
+    level = 0
+
+    def reset(self, **given: Any) -> tuple[np.ndarray, dict]:
+        self.level += 1
+        return super().reset(**given)
+
+    def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict]:
+        seen, reward, ended, truncated, info = super().step(action)
+        return seen, self.level * reward, ended, truncated, info
+
+
 class MaskedWalk(Walk):
     """Two of five actions are allowed, others in each step; any other one is an error."""
 
@@ -64,5 +78,5 @@ class MaskedWalk(Walk):
         return (*super().step(action)[:4], self.info())
 
 
-for environment in (Walk, GlobalWalk, ClockWalk, MaskedWalk):
+for environment in (Walk, GlobalWalk, ClockWalk, LevelWalk, MaskedWalk):
     gymnasium.register(f"{environment.__name__}-v0", environment, disable_env_checker=True)

@@ -170,6 +170,8 @@ def test_the_command_prints_the_prompt_with_its_continuation(trained, capsys):
     directory = str(trained.directory)
     assert predict.main([directory, "--prompt", "1 + ", "--tokens", "8", "--temperature", "0"]) == 0
     assert capsys.readouterr().out == "1 + " + runner.load(directory).generate("1 + ", tokens=8, temperature=0) + "\n"
+    assert predict.main([directory, "--prompt", "\udce9", "--tokens", "8"]) == 0
+    assert capsys.readouterr().out.startswith("\ufffd")
 
 
 REFUSED = {
