@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -26,6 +27,7 @@ from runner.storage.saved_run import UnreadableConfigError, named_checkpoint, sa
 from runner.storage.signature import checkpoint_to_resume, saved_signature
 from runner.system.provenance import environment
 from runner.system.secrets import redacted_values
+from runner.tracking.recorder import flatten
 
 log = logging.getLogger(__name__)
 
@@ -123,12 +125,24 @@ def _beginning(claim: Claim, run: Run, overrides: list[str]) -> Callable[[], Non
     """Return `Claim.begin`, which can be pickled, for a session that has steps to do."""
     code = saved_run.warn_of_changed_code(claim.path)  # of a new run, none
     about = json_text({"began": datetime.now(UTC).isoformat(), **environment(), "code": code})
-    typed = set(map(override_key, overrides))
-    earlier = [text for text in saved_run.saved_overrides(claim.path) if override_key(text) not in typed]
+    earlier = _still_true(claim.path, run.config, set(map(override_key, overrides)))
     files = {claim.path / run_directory.ENVIRONMENT: about.encode()}
     files |= saved_run.config_files(claim.path, run.config, redacted_values([*earlier, *overrides]))
     key = "resume" if claim.has_run else "output_root"
     return partial(_begin, claim.path, files, named_checkpoint(run.resume), key)
+
+
+def _still_true(path: Path, config: dict[str, Any], typed: set[str]) -> list[str]:
+    """Return the earlier overrides of the run in `path` of which no key is `typed`, and none has another value now.
+
+    The checkpoint that is resumed may have been saved before they were typed, or another option of a group is chosen.
+    """
+    then = now = flatten(redacted_values(config))
+    with suppress(UnreadableConfigError):
+        then = flatten(saved_config(path).values)
+    changed = {key for key in {*then, *now} if then.get(key) != now.get(key)} - typed
+    keys = {key[:end] for key in changed for end in (*(dot.start() for dot in re.finditer(r"\.", key)), None)}
+    return [text for text in saved_run.saved_overrides(path) if override_key(text) not in keys | typed]
 
 
 def _begin(path: Path, files: Mapping[Path, bytes], named: Path | None, key: str) -> None:

@@ -23,7 +23,7 @@ from runner.resume.starting_point import claimed_directory
 from runner.run import config_hash
 from runner.storage import run_directory
 from runner.storage.files import json_text, write_text
-from runner.storage.saved_run import checkpoints, config_text, saved_config
+from runner.storage.saved_run import checkpoints, config_text, saved_config, saved_overrides
 
 
 def claiming(cwd: Path, *overrides: str, name: str | None = None) -> Any:
@@ -98,6 +98,14 @@ def test_auto_resumes_the_newest_unfinished_run_of_the_same_config_that_is_not_i
     assert claim(tmp_path, "resume=auto") == first
     write_result(first, "done")
     assert claim(tmp_path, "resume=auto") not in (first, second, other)
+
+
+def test_the_overrides_of_a_resumed_run_are_those_that_still_hold(tmp_path):
+    """As after a session with another precision, when the run goes on from a checkpoint before it."""
+    path = claim(tmp_path, "optimizer=sgd", "precision=bf16", "deterministic=true", "keep=3")
+    assert claim(tmp_path, "keep=3", "optimizer.lr=0.2", f"resume={path}") == path
+    kept = ["optimizer=sgd", "keep=3", "optimizer.lr=0.2", f"resume={path}"]
+    assert saved_overrides(path) == kept
 
 
 def test_auto_says_in_what_the_newest_unfinished_run_differs(tmp_path, caplog):
