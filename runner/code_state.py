@@ -23,7 +23,8 @@ from runner.code_values import MAX_ITEMS, PLAIN, is_saved, is_state, mark, packe
 from runner.config import user_code
 from runner.config.errors import ConfigError
 from runner.data.generators import KINDS, is_library
-from runner.parallel.attributes import OF_TORCH, is_of_user
+from runner.parallel import full_state
+from runner.parallel.attributes import OF_TORCH, digest, is_of_user
 from runner.storage.value_checks import UnexpectedContentError
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _MAX_OBJECTS = 1000
+_STATE = ".state_dict()"
 _READ_AFTER_EVALUATIONS = ("after_evaluation", "metrics", "evaluation_step")
 """Parts that may collect what an evaluation computes, as predictions: what they use, an evaluation may change."""
 
@@ -73,12 +75,27 @@ class CodeState:
     def __init__(self, roots: Mapping[str, Any]):
         self._roots = dict(roots)
         self._beginning = {name: mark(place.get()) for name, place in self._places(self._roots).items()}
+        self._beginning |= {name: marks_of(module) for name, module in self._modules().items()}
         self._versions = {id(each): (each, each._version) for _, each in self._parameters()}
         self._said = self._is_checked = False
 
     def _places(self, roots: Mapping[str, Any], holders: dict[str, dict[str, Any]] | None = None) -> dict[str, Place]:
         found = {place.name: place for place in places(roots, holders)}
         return {name: place for name, place in found.items() if is_state(place.get())}
+
+    def _modules(self) -> dict[str, torch.nn.Module]:
+        """Return the modules that are no part of the network or the loss of the run, such as a teacher in a name."""
+        found = dict[str, torch.nn.Module]()
+        for _ in places(self._roots, modules=found):
+            pass
+        own = [each for part in ("model", "loss") for each in (self._roots.get(part), user_code.find(part))]
+        seen = {id(m) for each in own if isinstance(each, torch.nn.Module) for m in each.modules()}
+        result = dict[str, torch.nn.Module]()
+        for name, module in found.items():
+            if id(module) not in seen and module.state_dict():
+                result[name + _STATE] = module
+                seen |= {*map(id, module.modules())}
+        return result
 
     @contextmanager
     def unchanged(self, in_evaluation: bool = False) -> Iterator[None]:
@@ -117,6 +134,9 @@ class CodeState:
                     kept[name] = packed(value)
                 except TypeError:
                     lost.append(name)
+        for name, module in self._modules().items():
+            if self._beginning.get(name) != marks_of(module):
+                kept[name] = {key: packed(each) for key, each in module.state_dict().items() if torch.is_tensor(each)}
         if lost and not self._said:
             self._said = True
             text = "%s changes in training, and no checkpoint has it, as it is no number: a run that is resumed begins "
@@ -131,13 +151,20 @@ class CodeState:
         """
         holders = dict[str, dict[str, Any]]()
         found = {place.name: place for place in places(self._roots, holders)}
+        modules = self._modules()
         for name, value in values.items():
+            if name in modules:
+                for key, each in modules[name].state_dict(keep_vars=True).items():
+                    if key in value and torch.is_tensor(each):
+                        each.data = each.data.to(value[key].dtype)  # as the first call of the code perhaps does
+                full_state.load_module(modules[name], value, name)
+                continue
             owner, _, key = name.rpartition(".")
             if name not in found and owner in holders:  # an attribute that the first call gives it
                 holders[owner][key] = None
                 found[name] = Place(name, holders[owner], key)
             if name not in found:
-                log.warning("the checkpoint has a value of %s, which this code has not", name)
+                log.warning("the checkpoint has a value of %s, which this code has not: it begins anew", name)
             elif not is_state(found[name].get()) or not is_saved(value):
                 raise UnexpectedContentError(f"the state of the code, {name}: it is no number")
             else:
@@ -197,6 +224,11 @@ def roots_of(model: Any, loss: Any) -> dict[str, Any]:
     return {part: each for part, each in found.items() if each is not None}
 
 
+def marks_of(module: torch.nn.Module) -> dict[str, Any]:
+    """Return what tells whether the weights or buffers of a module have changed."""
+    return {name: digest(each) for name, each in module.state_dict().items() if torch.is_tensor(each)}
+
+
 def before(run: Run) -> CodeState:
     """Return the state of the user's code before a network is made of it."""
     return CodeState(roots_of(user_code.find("model"), run.workload.user_loss))
@@ -208,10 +240,14 @@ def copies(model: torch.nn.Module, loss: Any) -> list[tuple[Any, Any]]:
     return [(given, own) for given, own in pairs if given is not None and not isinstance(given, type | FunctionType)]
 
 
-def places(roots: Mapping[str, Any], holders: dict[str, dict[str, Any]] | None = None) -> Iterator[Place]:
+def places(
+    roots: Mapping[str, Any],
+    holders: dict[str, dict[str, Any]] | None = None,
+    modules: dict[str, torch.nn.Module] | None = None,
+) -> Iterator[Place]:
     """Yield where `roots`, and what they refer to, keep values; of code of libraries, none.
 
-    `holders` gets the attributes of functions and objects, by name.
+    `holders` gets the attributes of functions and objects, by name, and `modules` the modules.
     """
     seen, waiting = dict[int, Any](), deque(roots.items())
     while waiting and len(seen) < _MAX_OBJECTS:
@@ -226,6 +262,8 @@ def places(roots: Mapping[str, Any], holders: dict[str, dict[str, Any]] | None =
             continue
         if holders is not None and (isinstance(value, FunctionType) or _is_object_of_user(value)):
             holders.setdefault(name, vars(value))
+        if modules is not None and isinstance(value, torch.nn.Module):
+            modules[name] = value
         for place in _held_by(name, value):
             yield place
             waiting.append((place.name, place.get()))

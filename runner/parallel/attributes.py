@@ -43,7 +43,7 @@ def unsaved_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def marks(module: torch.nn.Module) -> dict[str, Any]:
     """Return what tells changes of `plain_values` and `unsaved_buffers`, by name."""
-    return plain_values(module) | {name: _digest(each) for name, each in unsaved_buffers(module).items()}
+    return plain_values(module) | {name: digest(each) for name, each in unsaved_buffers(module).items()}
 
 
 def other_marks(module: torch.nn.Module) -> dict[str, Any]:
@@ -157,7 +157,8 @@ def joined(prefix: str, key: str) -> str:
     return f"{prefix}.{key}" if prefix else key
 
 
-def _digest(tensor: torch.Tensor) -> bytes:
+def digest(tensor: torch.Tensor) -> bytes:
+    """Return a hash of the type, the shape and all bits of a dense tensor."""
     digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
     content: Any = bytes_of(tensor).cpu().numpy()
     digest.update(content)
@@ -167,7 +168,7 @@ def _digest(tensor: torch.Tensor) -> bytes:
 def _mark(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         is_weight = value.requires_grad or value.layout != torch.strided or hasattr(value, "device_mesh")
-        return None if is_weight or hasattr(value, "fake_mode") else _digest(value)
+        return None if is_weight or hasattr(value, "fake_mode") else digest(value)
     if isinstance(value, dict):
         return [(str(key), _mark(each)) for key, each in value.items()]
     if isinstance(value, list | tuple | set | deque):

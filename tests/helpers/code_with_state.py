@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import random
 from collections import deque
@@ -22,6 +23,8 @@ generator = torch.Generator().manual_seed(5)
 
 
 judge = nn.Linear(2, 3, dtype=torch.float64)
+teacher = nn.ModuleDict({"layers": made_once(tanh)}).double().requires_grad_(False)
+first = copy.deepcopy(teacher.state_dict())
 
 
 def reset() -> None:
@@ -29,6 +32,16 @@ def reset() -> None:
     global calls, weight
     calls, weight = 0, 0.0
     generator.manual_seed(5)
+    teacher.load_state_dict(first)
+
+
+def of_teacher(model: nn.Module, batch: Any) -> torch.Tensor:
+    """The teacher, a module of the file, is an average of the network."""
+    if model.training:
+        for mine, average in zip(model.parameters(), teacher.parameters(), strict=True):
+            average.data.mul_(0.5).add_(mine.data, alpha=0.5)
+    outputs = model(batch[0])
+    return cross_entropy(outputs, batch[1]) + (outputs - teacher["layers"](batch[0])).square().mean()
 
 
 def of_counter(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -128,6 +141,7 @@ def of_weight(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "counter": lambda: {"training_step": of_counter},
+    "teacher": lambda: {"training_step": of_teacher},
     "generator": lambda: {"training_step": of_generator},
     "closure": lambda: {"training_step": of_closure()},
     "object": lambda: {"loss": Relative()},
