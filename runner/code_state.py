@@ -226,7 +226,8 @@ def roots_of(model: Any, loss: Any) -> dict[str, Any]:
 
 def marks_of(module: torch.nn.Module) -> dict[str, Any]:
     """Return what tells whether the weights or buffers of a module have changed."""
-    return {name: digest(each) for name, each in module.state_dict().items() if torch.is_tensor(each)}
+    dense = {name: each for name, each in module.state_dict().items() if torch.is_tensor(each) and not each.is_sparse}
+    return {name: digest(each) for name, each in dense.items()}
 
 
 def before(run: Run) -> CodeState:

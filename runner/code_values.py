@@ -41,7 +41,8 @@ def _size(value: Any) -> float:
 def mark(value: Any) -> Any:
     """Return what tells whether a value has changed."""
     if isinstance(value, torch.Tensor):
-        return str(value.dtype), tuple(value.shape), bytes_of(value).cpu().numpy().tobytes()
+        content = bytes_of(value).cpu()  # a plan, in which nothing is computed, has none
+        return str(value.dtype), tuple(value.shape), hasattr(content, "fake_mode") or content.numpy().tobytes()
     if isinstance(value, np.ndarray):
         return str(value.dtype), value.shape, value.tobytes()
     if isinstance(value, KINDS):
