@@ -50,6 +50,7 @@ from runner.verification.verdict import (
     largest_difference,
 )
 from runner.workloads.base import Workload
+from runner.workloads.losses import SUM
 
 log = logging.getLogger(__name__)
 
@@ -243,12 +244,20 @@ class _Proof:
                     self._largest(tested, self._reference(precision, parts), kind).size <= 10 * FLOAT32_ROUNDING
                 )
                 why = "; a single device computes the same from the parts of the batch: the network or the loss "
-                return _words(kind, found, FLOAT32_ROUNDING) + f"{why}depends on how it is divided" * is_of_parts
+                more = f"{why}depends on how it is divided" * is_of_parts + self._is_sum(tested, reference)
+                return _words(kind, found, FLOAT32_ROUNDING) + more
         if lost := sorted({*tested.replaced} ^ {*reference.replaced}):
             return f"weights that the forward pass replaces ({lost[0]}) are not kept, or only by some processes"
         if not (found := self._largest(tested, reference, "weights")).size <= FLOAT32_ROUNDING:
             return _words("weights", found, FLOAT32_ROUNDING)
         return self._other_buffers(tested, reference)
+
+    def _is_sum(self, tested: Steps, reference: Steps) -> str:
+        """Return in words what to do if the losses of the parts add up to that of the batch; else, an empty text."""
+        total = {name: each * self._num_parts for name, each in tested.tensors["loss"].items()}
+        adds_up = largest_difference(total, reference.tensors["loss"]).size <= FLOAT32_ROUNDING
+        name = "training_step" if self._run.workload.has_steps else "loss"
+        return "; " + SUM.format(name) if adds_up and self._num_parts > 1 else ""
 
     def _beyond_rounding(self, rough: Precision, fine: Precision, least: float) -> str:
         """Return in words what differs by more than `least` and `MARGIN` × the rounding of a single device."""

@@ -23,6 +23,8 @@ LossForm: TypeAlias = "tuple[tuple[str, ...], bool]"
 
 _REMEDY = "return the mean over the samples, a tensor without dimensions; or (sum, count); or a dict of these"
 
+SUM = 'if it is a sum over samples, write `{}.reduction = "sum"` below the function'
+
 
 class Losses(NamedTuple):
     """What a loss has returned for some samples.
@@ -53,8 +55,10 @@ class Losses(NamedTuple):
         return dict(zip(self.names, self.sums.unbind(1), strict=True))
 
 
-def losses_of(returned: Any, num_samples: int, function: Any) -> Losses:
-    """Return what `function`, the loss of a user, has `returned` for so many samples.
+def losses_of(returned: Any, num_samples: int, function: Any, batch_size: int) -> Losses:
+    """Return what `function`, the loss of a user, has `returned` for so many samples of a batch of `batch_size`.
+
+    The sum over the samples of a part of the batch has their share of it as its count, so that the parts add up.
 
     Raises:
         ConfigError: if it is none of the forms that are possible.
@@ -68,6 +72,8 @@ def losses_of(returned: Any, num_samples: int, function: Any) -> Losses:
     names = ("loss", *(name for name in values if name != "loss"))
     in_training = torch.is_grad_enabled()
     parts = [_total_and_count(values[name], function, in_training and name == "loss") for name in names]
+    if _is_sum(function):
+        parts = [(total, num_samples / batch_size if count is None else count) for total, count in parts]
     total, count = parts[0]
     device = next((each.device for each, _ in parts if isinstance(each, torch.Tensor)), torch.device("cpu"))
     if in_training and not (total.requires_grad or torch_private.is_batched(total)):
@@ -77,6 +83,12 @@ def losses_of(returned: Any, num_samples: int, function: Any) -> Losses:
     counts = torch.stack([to_sum(num_samples if count is None else count) for _, count in parts])
     per_sample = total if count is None else total / num_samples
     return Losses(per_sample, names, torch.stack((sums, counts)).detach(), count is not None)
+
+
+def _is_sum(function: Any) -> bool:
+    """Return whether a loss says that it is a sum over samples, as modules of torch with `reduction="sum"` do."""
+    options = function.keywords if isinstance(function, partial) else {}
+    return "sum" in (getattr(function, "reduction", None), options.get("reduction"))
 
 
 def added(sums: Mapping[str, torch.Tensor], more: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -85,12 +85,12 @@ class DataWorkload(SupervisedWorkload, SampleWorkload[S]):
 def comparable(outputs: Tree, targets: Tree) -> tuple[Tree, Tree]:
     """Return outputs and targets with their floating-point tensors in at least float32: 16 bits are too few.
 
-    Targets in floating point have the dtype of the outputs, if these are one tensor.
+    Targets in floating point have the dtype of the outputs, if these are one tensor, or all in float64.
     """
     if any(_at_least_float32(each) is not each for each in tensors_of(outputs)):
         outputs = map_tensors(_at_least_float32, outputs)  # of a dataclass, a copy, which torch cannot compile
-    is_real = isinstance(outputs, torch.Tensor) and outputs.is_floating_point()
-    dtype = outputs.dtype if is_real else None
+    dtypes = {each.dtype for each in tensors_of(outputs) if each.is_floating_point()}
+    dtype = dtypes.pop() if dtypes and (isinstance(outputs, torch.Tensor) or dtypes == {torch.float64}) else None
 
     def converted(target: torch.Tensor) -> torch.Tensor:
         if target.dtype == torch.bool or target.is_complex():

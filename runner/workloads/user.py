@@ -25,7 +25,7 @@ from runner.system.trees import Tree, call, map_tensors, num_rows, rows_of, tens
 from runner.tracking.metrics import BatchSums, MetricSums
 from runner.workloads.cross_entropy import CrossEntropyWorkload
 from runner.workloads.evaluation_metrics import EvaluationMetrics
-from runner.workloads.losses import Losses, added, as_sum, losses_of, means_of, summed_cross_entropy
+from runner.workloads.losses import SUM, Losses, added, as_sum, losses_of, means_of, summed_cross_entropy
 from runner.workloads.named_metrics import check_names, of_samples
 from runner.workloads.supervised import comparable
 from runner.workloads.user_base import UserCodeWorkload
@@ -172,7 +172,7 @@ class UserWorkload(UserCodeWorkload, CrossEntropyWorkload[Samples]):
         return self._as_sum(self._loss, *both) if self._as_sum else self._loss(*both)
 
     def _evaluated(self, both: tuple[Tree, Tree], count: int) -> Losses:
-        return losses_of(self._given(*both), count, self._loss)
+        return losses_of(self._given(*both), count, self._loss, self._batch_size)
 
     @property
     def loss_form(self) -> tuple[tuple[str, ...], bool] | None:
@@ -182,7 +182,8 @@ class UserWorkload(UserCodeWorkload, CrossEntropyWorkload[Samples]):
         return self.loss_of(call(model, batch.inputs), batch.targets, num_samples_of(batch))
 
     def loss_of(self, outputs: Tree, targets: Tree, count: int | None = None) -> tuple[torch.Tensor, BatchSums]:
-        found = losses_of(self.criterion(outputs, targets), count or num_rows(targets), self._loss)
+        returned, count = self.criterion(outputs, targets), count or num_rows(targets)
+        found = losses_of(returned, count, self._loss, self._batch_size)
         self._form = found.checked_form(self._form, self._loss)
         return found.per_sample, found.sums
 
@@ -257,7 +258,9 @@ class UserWorkload(UserCodeWorkload, CrossEntropyWorkload[Samples]):
         if math.isfinite(whole) and math.isfinite(parts) and not math.isclose(whole, parts, rel_tol=1e-4, abs_tol=1e-7):
             text = "the loss of %d samples is %.6g, but the mean over its halves %.6g: it is no mean over samples, and "
             text += "accumulation or several processes change it: return (sum, count), such as of tokens or weights"
-            log.warning(text, n, whole, parts)
+            total = float(first.sums[0, 0]) / half + float(second.sums[0, 0]) / (n - half)
+            more = "; " + SUM.format("loss") if math.isclose(whole, total, rel_tol=1e-4) else ""
+            log.warning(text + more, n, whole, parts)
 
 
 def _first(samples: Samples) -> Any:

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
+from runner.batching import Plan
 from runner.config import user_code
 from runner.config.errors import ABSENT, check, did_you_mean, errors_under
 from runner.data.base import Samples
@@ -41,6 +42,9 @@ class UserCodeWorkload(SampleWorkload[Samples]):
         has_goal = self.best_goal is not None or name in (None, "loss", "accuracy", *with_goals)
         why, remedy = f"whether a high {name} is good is not known", f"workload.best_metric={name} "
         check(has_goal, "workload.best_goal", None, why, remedy + "workload.best_goal=max, or min")
+
+    def check_plan(self, plan: Plan) -> None:
+        self._batch_size = plan.batch_size  # of which a part has its share in a loss that is a sum
 
     def prepare(self) -> None:
         options = {"model": isinstance(self.model, UserModel), "data": isinstance(self.data, UserData)}

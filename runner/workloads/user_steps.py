@@ -87,7 +87,7 @@ class UserSteps(UserCodeWorkload):
             why = f"it calls backward(){user_code.place(step)}"
             remedy = "leave it out: the run calls it with the loss that is returned"
             check(_gradients(model) == before, key, ABSENT, why, remedy)
-        found = _losses(key, step, returned, batch)
+        found = self._losses(key, step, returned, batch)
         form = found.checked_form(self._forms.get(self.phase), step)
         if is_first:
             self._forms = {**self._forms, self.phase: form}  # a copy of the workload has forms of its own
@@ -102,6 +102,13 @@ class UserSteps(UserCodeWorkload):
         if self._evaluation is not None:
             return {"": self._evaluation}
         return {name: phase.step for name, phase in self._phases.items()}
+
+    def _losses(self, key: str, step: Callable[..., Any], returned: Any, batch: Any) -> Losses:
+        count = batch.num_samples if isinstance(batch, Collated) else num_rows(batch)
+        try:
+            return losses_of(returned, count, step, self._batch_size)
+        except ConfigError as error:
+            raise ConfigError(key, error.got, error.why, error.remedy) from None
 
     @contextmanager
     def few_samples(self, count: int, device: torch.device) -> Iterator[None]:
@@ -129,7 +136,7 @@ class UserSteps(UserCodeWorkload):
             values: dict[str, torch.Tensor] = {}
             for name, returned in infer(_given(batch)).items():
                 key = "evaluation_step" if self._evaluation else f"phases.{name}" if name else "training_step"
-                found = _losses(key, steps[name], returned, batch).by_name()
+                found = self._losses(key, steps[name], returned, batch).by_name()
                 values |= dict(zip(Phase(name).prefixed([*found]), found.values(), strict=True))
             sums = added(sums, values)
         return {"losses": [sums]}  # in a list, as a process without samples does not know the names
@@ -170,14 +177,6 @@ def _as_trained(model: torch.nn.Module, given: Any) -> Any:
 def _gradients(model: torch.nn.Module) -> list[tuple[int, int]]:
     """Return what tells whether a backward pass has changed gradients."""
     return [(id(p.grad), 0 if p.grad is None else p.grad._version) for p in model.parameters()]
-
-
-def _losses(key: str, step: Callable[..., Any], returned: Any, batch: Any) -> Losses:
-    count = batch.num_samples if isinstance(batch, Collated) else num_rows(batch)
-    try:
-        return losses_of(returned, count, step)
-    except ConfigError as error:
-        raise ConfigError(key, error.got, error.why, error.remedy) from None
 
 
 def _given_phases() -> dict[str, UserPhase]:

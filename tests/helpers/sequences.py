@@ -69,6 +69,11 @@ def log_likelihood(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor
     return nll_loss(log_softmax(outputs, 1), targets)
 
 
+def of_a_batch(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """The sum over 12 samples, which are a batch."""
+    return cross_entropy(outputs, targets, reduction="sum") * 12 / len(targets)
+
+
 class LogSoftmax(PerToken):
     def __init__(self) -> None:
         super().__init__()
@@ -102,6 +107,7 @@ LOSSES: dict[str, tuple[Any, Any, Any]] = {
     "ignored class": (PerToken, partial(cross_entropy, ignore_index=1), partial(cross_entropy, ignore_index=1)),
     "log-likelihood": (LogSoftmax, nn.NLLLoss(), nll_loss),
     "pair": (PerToken, pair_of_sum_and_count, cross_entropy),
+    "sum": (PerToken, nn.CrossEntropyLoss(reduction="sum"), of_a_batch),
     "several values": (PerToken, several_values, cross_entropy),
     "tied": (Tied, None, cross_entropy),
     "gpt": (GPT_OF_SEQUENCES, sum_over_tokens, mean_over_tokens),

@@ -96,7 +96,9 @@ MODES = [
     "compile=step accumulation=4",
 ]
 PAIRS = [("default", mode) for mode in MODES]
-PAIRS += [(name, "parallel=ddp accumulation.steps=3") for name in LOSSES if name not in ("default", "several values")]
+PAIRS += [
+    (name, "parallel=ddp accumulation.steps=3") for name in LOSSES if name not in ("default", "several values", "sum")
+]
 PAIRS += [
     ("several values", mode) for mode in ("parallel=pipeline parallel.split_size=3", "compile=step accumulation=4")
 ]
@@ -104,6 +106,8 @@ PAIRS += [
     ("tied", f"parallel=pipeline parallel.split_size=3 {words}".strip()) for words in ("", "parallel.engine=streams")
 ]
 PAIRS += [
+    ("sum", "parallel=pipeline parallel.split_size=2 parallel.schedule=1f1b accumulation=2"),
+    ("sum", "compile=step accumulation=4"),
     ("gpt", "parallel=fsdp accumulation=2"),
     ("gpt", "parallel=pipeline parallel.split_size=3 parallel.schedule=interleaved_1f1b"),
     ("gpt", "parallel=pipeline parallel.split_size=3 parallel.schedule=zero_bubble"),

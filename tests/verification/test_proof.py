@@ -58,7 +58,7 @@ PLANTED_MISTAKES: dict[str, tuple[str, list[str], str]] = {
     "a sparse parameter": ("sparse_parameter", ["parallel=ddp"], "parameter graph is sparse"),
     "hook of a weight": ("masked", ["compile=step"], "hooks of parameters (0.weight)"),
     # in losses and data
-    "a sum": ("summed", ["accumulation=2"], "depends on how it is divided"),
+    "a sum": ("summed", ["accumulation=2"], 'loss.reduction = "sum"'),
     "a mean over some samples": ("of_first_class", ["parallel=ddp", "accumulation=2"], "depends on how it is divided"),
     "a small part of the loss": ("off", ["accumulation=2"], "depends on how it is divided"),
     "samples of the process": ("of_process", ["parallel=ddp"], "other samples"),

@@ -7,14 +7,15 @@ from typing import Any
 import pytest
 import torch
 from helpers import structured
-from helpers.plain_loop import weights_at
+from helpers.plain_loop import largest_difference, weights_at
 from helpers.structured import NETWORKS
 from helpers.user_objects import TENSORS, Net
 from torch import nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import binary_cross_entropy, cross_entropy
 
 import runner
 from runner.config.errors import ConfigError
+from runner.seeds import derive
 from runner.workloads.supervised import comparable
 
 CPU = ["device=cpu", "device.threads=1", "optimizer=sgd", "optimizer.lr=0.05", "batch_size=12", "log_every=1"]
@@ -77,6 +78,52 @@ def test_a_pipeline_refuses_outputs_that_are_no_tensor(engine):
         train(["parallel=pipeline", f"parallel.engine={engine}"], network, loss=structured.loss)
     assert refused.value.key == "parallel"
     assert "returns a dict" in refused.value.why
+
+
+class Autoencoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = nn.Linear(5, 4), nn.Linear(2, 5)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        mean, log_variance = self.encoder(x).chunk(2, 1)
+        return self.decoder(mean).sigmoid(), mean, log_variance
+
+
+def evidence(outputs: Any, inputs: torch.Tensor) -> torch.Tensor:
+    """The loss of a variational autoencoder, as its authors write it: a sum."""
+    reconstructed, mean, log_variance = outputs
+    divergence = -0.5 * torch.sum(1 + log_variance - mean.pow(2) - log_variance.exp())
+    return binary_cross_entropy(reconstructed, inputs, reduction="sum") + divergence
+
+
+evidence.reduction = "sum"  # type: ignore[attr-defined]
+
+
+def of_step(model: nn.Module, batch: Any) -> torch.Tensor:
+    return evidence(model(batch[0]), batch[1])
+
+
+of_step.reduction = "sum"  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("code", [{"loss": evidence}, {"training_step": of_step}], ids=lambda code: next(iter(code)))
+@pytest.mark.parametrize("words", [["accumulation.steps=3"], ["parallel=ddp", "workload.eval_batch_size=5"]])
+def test_a_loss_that_is_a_sum_adds_up_over_the_parts_of_a_batch(code, words):
+    """The targets, in float32, are compared with outputs in float64."""
+    inputs = torch.rand(24, 5, generator=torch.Generator().manual_seed(1))
+    words = [*words, "precision=64", "optimizer.momentum=0", "optimizer.weight_decay=0", "schedule=constant"]
+    result = train(words, Autoencoder, data=((inputs, inputs), (inputs, inputs)), **code)
+    torch.manual_seed(derive(0, "weights"))
+    model, x = Autoencoder().double(), inputs.double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for rows in torch.randperm(24, generator=torch.Generator().manual_seed(derive(0, "order", 0))).split(12):
+        optimizer.zero_grad()
+        evidence(model(x[rows]), x[rows]).backward()
+        optimizer.step()
+    assert largest_difference(weights_at(result.directory, 2), model.state_dict()) < 1e-12
+    of_a_batch = evidence(model(x), x).item() / 2
+    assert result.evaluation["eval/loss"] == pytest.approx(of_a_batch)
 
 
 class Auxiliary(Net):
