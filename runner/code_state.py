@@ -25,6 +25,7 @@ from runner.config.errors import ConfigError
 from runner.data.generators import KINDS, is_library
 from runner.parallel import full_state
 from runner.parallel.attributes import OF_TORCH, digest, is_of_user
+from runner.parallel.buffers import buffers_kept
 from runner.storage.value_checks import UnexpectedContentError
 
 if TYPE_CHECKING:
@@ -111,7 +112,8 @@ class CodeState:
         shared = {*map(id, others.values())}
         keys = [(each, {*each}) for each in holders.values() if id(each) not in shared]
         try:
-            yield
+            with buffers_kept([*self._modules().values()]):
+                yield
         finally:
             for place, restore in before:
                 place.set(restore())

@@ -23,7 +23,7 @@ generator = torch.Generator().manual_seed(5)
 
 
 judge = nn.Linear(2, 3, dtype=torch.float64)
-teacher = nn.ModuleDict({"layers": made_once(tanh)}).double().requires_grad_(False)
+teacher = nn.ModuleDict({"layers": made_once(tanh), "norm": nn.BatchNorm1d(2)}).double().requires_grad_(False)
 first = copy.deepcopy(teacher.state_dict())
 
 
@@ -36,12 +36,13 @@ def reset() -> None:
 
 
 def of_teacher(model: nn.Module, batch: Any) -> torch.Tensor:
-    """The teacher, a module of the file, is an average of the network."""
+    """The teacher, a module of the file, is an average of the network, and has running statistics in any mode."""
     if model.training:
-        for mine, average in zip(model.parameters(), teacher.parameters(), strict=True):
+        for mine, average in zip(model.parameters(), teacher["layers"].parameters(), strict=True):
             average.data.mul_(0.5).add_(mine.data, alpha=0.5)
     outputs = model(batch[0])
-    return cross_entropy(outputs, batch[1]) + (outputs - teacher["layers"](batch[0])).square().mean()
+    wanted = teacher["norm"](teacher["layers"](batch[0])) + teacher["norm"].running_mean
+    return cross_entropy(outputs, batch[1]) + (outputs - wanted).square().mean()
 
 
 def of_counter(model: nn.Module, batch: Any) -> torch.Tensor:
