@@ -66,7 +66,7 @@ def run_sweep(
     objectives = objectives_of(engine, planner.best) if is_compared else []
     search = None if engine.search is None else _search(jobs, planner, objectives)
     resume, stop = str(planner.config["resume"]), StopRequest(prints=False)  # the scheduler prints a message
-    with stop, Ledger(typed, root, resume, search is not None) as ledger:
+    with stop, Ledger([*jobs.listed, *typed], root, resume, search is not None) as ledger:
         planner.path = ledger.path
         if search is not None:
             if {CRASHED, REFUSED} & {job.get("code") for job in ledger.jobs.values()}:

@@ -53,6 +53,7 @@ class SweepJobs:
         engine: the options of the sweep itself.
         dimensions: the keys that the jobs set, each with its values; paired keys form one dimension.
         common: the overrides of `output_root` and `resume`, which are the same for all jobs.
+        listed: what option files and globs list, in the form of overrides. If it changes, it is another sweep.
 
     Raises:
         ConfigError: if there are more than `MAX_JOBS` combinations, a key has no value or the same value twice, an
@@ -99,6 +100,9 @@ class SweepJobs:
             check(not each.varies, each.keys[0], ABSENT, "it is the same for all jobs of a sweep", remedy)
         self.common = [word for each in shared if not is_sweep_option(each.keys[0]) for word in each.choices[0]]
         self.dimensions = [each for each in last if each not in shared]
+        globs = [each for each in self.dimensions if any(word.startswith(f"{each.name}=glob(") for word in typed)]
+        self.listed = params + [f"{word.replace('=', '/')}={each}" for word, (_, each) in self._studies.items() if each]
+        self.listed += [f"{each.name}/glob={each.choices}" for each in globs]
         if len(self) > MAX_JOBS:
             most = max(self.dimensions, key=lambda each: len(each.choices)).name
             raise ConfigError(most, ABSENT, f"more than {MAX_JOBS:,} jobs", "sweep over fewer values")

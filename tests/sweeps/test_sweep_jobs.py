@@ -114,6 +114,20 @@ def write_experiment(directory, name, params, sweep="{slots: 1}"):
     (directory / f"{name}.yaml").write_text(text)
 
 
+def test_what_option_files_and_globs_list_tells_sweeps_apart(tmp_path, monkeypatch):
+    """Otherwise, a resumed sweep would run jobs again under other numbers."""
+    monkeypatch.chdir(tmp_path)
+    found, words = [], (["experiment=a"], ["experiment=a,b"], ["data.file=glob(*.csv)"], ["seed=1,2"])
+    for values in ("0.1,0.2", "0.2,0.3"):
+        (tmp_path / f"{values}.csv").touch()
+        for name in "ab":
+            write_experiment(tmp_path / "experiment", name, f"{{optimizer.lr: '{values}'}}")
+        found.append([SweepJobs(Composer(str(tmp_path)), [*each]).listed for each in words])
+    assert [one != other for one, other in zip(*found, strict=True)] == [True, True, True, False]
+    assert found[0][0] == ["optimizer.lr=0.1,0.2"]
+    assert found[0][3] == []
+
+
 def test_each_swept_experiment_is_combined_with_what_it_sweeps_itself(tmp_path):
     write_experiment(tmp_path / "experiment", "a", "{optimizer.lr: '0.1,0.2', seed: '1,2'}")
     write_experiment(tmp_path / "experiment", "b", "{batch_size: '8,16'}")
