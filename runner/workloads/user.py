@@ -167,7 +167,8 @@ class UserWorkload(UserCodeWorkload, CrossEntropyWorkload[Samples]):
         """Return what the loss returns without options, as in evaluations."""
         if not isinstance(outputs, torch.Tensor) and self._loss in (_cross_entropy, _mean_squared_error):
             why = f"it returns a {type(outputs).__name__}, and the default loss is that of a tensor"
-            raise ConfigError("model", ABSENT, why, "return a tensor, or pass a loss")
+            remedy = "return a tensor, or pass a loss; for a loss that it returns, define training_step(model, batch)"
+            raise ConfigError("model", ABSENT, why, remedy)
         both = comparable(outputs, targets)
         return self._as_sum(self._loss, *both) if self._as_sum else self._loss(*both)
 
