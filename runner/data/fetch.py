@@ -49,14 +49,16 @@ class BatchMaker:
         if self.collate is not None:
             return self._collated(samples, seed, generators)
         name = type(self.dataset).__name__
-        for index, sample in zip(numbers, samples, strict=True):
-            self._divided(sample, f"sample {index}", 1)
-            why = f"sample {index} has masked values, which would be replaced by what is below the mask"
-            is_masked = any(np.ma.is_masked(leaf) for _, leaf in leaves_of(sample))
-            check(not is_masked, "data", name, why, "replace them: array.filled(value)")
+        numbered = [*zip(numbers, samples, strict=True)]
+        for index, sample in numbered:
+            if any(isinstance(leaf, np.ma.MaskedArray) and np.ma.is_masked(leaf) for _, leaf in leaves_of(sample)):
+                why = f"sample {index} has masked values, which would be replaced by what is below the mask"
+                raise ConfigError("data", name, why, "replace them: array.filled(value)")
         try:
             inputs, targets = self._divided(default_collate(samples), "a batch", len(samples))
-        except (RuntimeError, TypeError) as error:
+        except (ConfigError, KeyError, RuntimeError, TypeError) as error:
+            for index, sample in numbered:
+                self._divided(sample, f"sample {index}", 1)
             shapes = [shape for sample in samples for shape in sorted({*_shapes(sample)})]
             why = f"its samples cannot be stacked ({', '.join(dict.fromkeys(shapes))}): {error}"
             remedy = "let all samples have one shape and dtype, or define collate(samples) beside the data, which pads"
