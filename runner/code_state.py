@@ -75,10 +75,14 @@ class CodeState:
 
     def __init__(self, roots: Mapping[str, Any]):
         self._roots = dict(roots)
+        self._beginning, self._versions = dict[str, Any](), dict[int, tuple[torch.Tensor, int]]()
+        self._said = self._is_checked = False
+
+    def begin(self) -> None:
+        """Remember the values, and those of modules by a hash: `changed` returns those that are others by then."""
         self._beginning = {name: mark(place.get()) for name, place in self._places(self._roots).items()}
         self._beginning |= {name: marks_of(module) for name, module in self._modules().items()}
         self._versions = {id(each): (each, each._version) for _, each in self._parameters()}
-        self._said = self._is_checked = False
 
     def _places(self, roots: Mapping[str, Any], holders: dict[str, dict[str, Any]] | None = None) -> dict[str, Place]:
         found = {place.name: place for place in places(roots, holders)}

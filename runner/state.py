@@ -72,6 +72,7 @@ class State:
         self.flops_per_sample = run.workload.forward_passes * forward_flops
         self.modules = Modules(model, session)
         self.code = CodeState(roots_of(model, run.workload.user_loss))
+        self.code.begin()
         self._options = options_of(optimizer)  # which hooks may change
         self.step = 0
         self.has_saved = False  # whether a checkpoint has been written, or begun, in this session

@@ -102,10 +102,11 @@ def option_file(cls: type, key: str = "") -> str:
     the class, return their folder; if no file does, return the path of the root config.
     """
     found = _files_by_target().get(f"{cls.__module__}.{cls.__qualname__}", [CONF / "config.yaml"])
-    line, own = re.compile(rf"^ *{re.escape(key)}:", re.MULTILINE), found[0].read_text(encoding="utf-8")
-    inherited = [path for path in found[0].parent.glob("_*.yaml") if re.search(rf"\b{path.stem}\b", own)]
-    shared = [path for path in inherited if line.search(path.read_text(encoding="utf-8"))]
-    found = shared if key and shared and not line.search(own) else found
+    if key:
+        line, own = re.compile(rf"^ *{re.escape(key)}:", re.MULTILINE), found[0].read_text(encoding="utf-8")
+        inherited = [path for path in found[0].parent.glob("_*.yaml") if re.search(rf"\b{path.stem}\b", own)]
+        shared = [path for path in inherited if line.search(path.read_text(encoding="utf-8"))]
+        found = shared if shared and not line.search(own) else found
     if len(found) > 1:
         return f"conf/{found[0].parent.relative_to(CONF).as_posix()}/"
     return f"conf/{found[0].relative_to(CONF).as_posix()}"

@@ -17,7 +17,6 @@ from runner.storage.value_checks import TensorSpec, UnexpectedContentError, chec
 
 _PROBE = (3, 5)  # the shape of a test parameter: a state tensor of this shape must have it from the parameter
 
-
 TensorDict = dict[str, "torch.Tensor"]
 """The tensors of a model by name. The names have no prefix of a wrapper, such as DDP's `module.`."""
 
@@ -184,7 +183,6 @@ def _state_of(parameter: torch.nn.Parameter, state: dict[str, Any]) -> dict[str,
 
 def writing_shards(hook: Callable[..., object]) -> Callable[..., object]:
     """Return `hook`, in which `parameter.data = value`, as of an averaged teacher, writes shards: torch drops it."""
-
     assign: Any = torch.Tensor.data
 
     class WritesShards(torch.overrides.TorchFunctionMode):
