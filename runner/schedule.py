@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import torch
 
-from runner.config import user_code
+from runner.config import functions, user_code
 from runner.config.errors import ABSENT, check, did_you_mean, errors_under
 from runner.config.limits import Fraction, NonNegativeInt, Range
 from runner.config.options import option_contents
@@ -225,7 +225,7 @@ class Function(Schedule):
             value = self.function(update, num_updates)
             values = value if isinstance(value, Mapping) else {"lr": value}
             factors = {name: _number(each) for name, each in values.items()}
-        why = f"the function{user_code.place(self.function)} returned it for step {update} of {num_updates}"
+        why = f"the function{functions.place(self.function)} returned it for step {update} of {num_updates}"
         for name, factor in factors.items():
             known = did_you_mean(str(name), ("lr", *SCHEDULED))
             check(name in ("lr", *SCHEDULED) and name not in self._others, "schedule", name, f"{why};", known)
@@ -239,7 +239,7 @@ class Function(Schedule):
         count = num_steps - self.num_warmup(num_steps)
         steps = sorted({*range(0, count, math.ceil(count / _MAX_TRIED) or 1), *range(count)[-1:]})
         found, again = ([self._given(step, count) for step in order] for order in (steps, reversed(steps)))
-        where = user_code.place(self.function)
+        where = functions.place(self.function)
         for name in found[0] if found else ():
             factors, others = ([each.get(name, math.nan) for each in several] for several in (found, reversed(again)))
             for step, factor, other in zip(steps, factors, others, strict=True):
@@ -264,7 +264,7 @@ def with_function(schedule: Schedule) -> Schedule:
     )
     if function is None:
         return schedule
-    why, remedy = f"code gives a schedule, too{user_code.place(function)}", "leave out schedule=…, or that function"
+    why, remedy = f"code gives a schedule, too{functions.place(function)}", "leave out schedule=…, or that function"
     check(type(schedule) is Schedule, "schedule", type(schedule).__name__.lower(), why, remedy)
     return Function(schedule.warmup, schedule.options, function)
 

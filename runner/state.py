@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import logging
 import math
@@ -17,7 +16,7 @@ import torch
 from runner.batching import Step
 from runner.code_state import CodeState, roots_of
 from runner.config import user_code
-from runner.config.errors import ConfigError, check, shortened
+from runner.config.errors import check, shortened
 from runner.config.hooks import Hooks
 from runner.data.base import Samples, copied
 from runner.device import flops_per_second
@@ -28,15 +27,13 @@ from runner.parallel.step_metrics import StepMetrics
 from runner.result import Result
 from runner.run import Run, config_hash
 from runner.seeds import random_states, set_random_states
-from runner.storage.checkpoint import SIGNATURE, Checkpoint
-from runner.storage.checkpoints import Checkpoints, prune
-from runner.storage.manifest import untrusted
-from runner.storage.run_directory import CONFIG, step_name, step_of
-from runner.storage.saved_run import config_text, named_checkpoint
-from runner.storage.signature import saved_signature, signature_text
-from runner.storage.value_checks import CONTENT_ERRORS, TensorSpec, check_like
-from runner.system import memory, torch_errors
-from runner.torch_optimizer import changed_options, load_changed_options, options_of
+from runner.storage.checkpoint import SIGNATURE
+from runner.storage.checkpoints import Checkpoints
+from runner.storage.run_directory import CONFIG
+from runner.storage.saved_run import config_text
+from runner.storage.signature import signature_text
+from runner.system import memory
+from runner.torch_optimizer import options_of
 from runner.tracking.metrics import BatchSums, DivergedError, StepTimer, quantiles
 from runner.workloads.base import Workload, check_metrics
 from runner.workloads.phases import Phase
@@ -73,7 +70,7 @@ class State:
         self.modules = Modules(model, session)
         self.code = CodeState(roots_of(model, run.workload.user_loss))
         self.code.begin()
-        self._options = options_of(optimizer)  # which hooks may change
+        self.options = options_of(optimizer)  # which hooks may change
         self.step = 0
         self.has_saved = False  # whether a checkpoint has been written, or begun, in this session
         self.average = run.ema.build(model)
@@ -175,163 +172,6 @@ class State:
         found = self.session.collectives.all_gather((interrupted, self._save_soon, self._stop_reason))
         self._save_soon, self.stopping.asked = False, next((reason for *_, reason in found if reason), "")
         return any(stop for stop, *_ in found), any(save for _, save, _ in found)
-
-    def resume(self) -> None:
-        """Load the newest intact checkpoint of the run directory, or of those up to the one that `resume` names.
-
-        Called on every rank.
-
-        Raises:
-            ConfigError: if all are damaged, or the content, part of which may be loaded by then, does not fit this run.
-        """
-        named = named_checkpoint(self.run.resume)
-        last_step = math.inf if named is None else step_of(named) or 0
-        checkpoint = self.checkpoints.latest(last_step)
-        if checkpoint is None:
-            if self.run.resume != "never":
-                what = "unfinished run with these options" if self.run.resume == "auto" else "checkpoint"
-                log.info("there is no %s to resume from: the run starts at step 1", what)
-            return
-        saved, workload = saved_signature(self.checkpoints.root / step_name(checkpoint.step)), self.run.workload
-        workload.continue_with(saved)  # with its normalization of the data
-        if change := self.session.collectives.from_rank_0(partial(workload.check_same_samples, saved)):
-            log.warning("the data has changed, as data.changed=accept allows: %s", change)
-        self.load(checkpoint)
-        log.info("resumed after step %d", self.step)
-        schedule, num_steps, before = self.rates.schedule, self.session.num_steps, checkpoint.state["num_steps"]
-        if before not in (0, num_steps) and schedule.is_stretched and 0 < self.step < num_steps:  # 0: not known
-            text = "the run has %d steps instead of %d: the learning rate schedule is stretched to them, "
-            text += "and goes on at %.3g × optimizer.lr"
-            log.info(text, num_steps, before, schedule.factor(self.step, num_steps))
-        if self.session.rank == 0:
-            prune(self.checkpoints.root, keep=None)  # here, as a run that has no step left does not save again
-
-    def load(self, checkpoint: Checkpoint) -> None:
-        """Load the state that is in `checkpoint`; called on every rank.
-
-        Raises:
-            ConfigError: if the content does not fit this run. A part of the content may have been loaded.
-        """
-        try:
-            self._load(checkpoint)
-        except CONTENT_ERRORS as error:
-            lost = isinstance(error, torch.distributed.DistError) or torch_errors.is_lost_peer(error)
-            if lost or torch_errors.is_out_of_memory(error):
-                raise
-            log.debug("the checkpoint cannot be loaded", exc_info=error)
-            path = self.checkpoints.root / step_name(checkpoint.step)
-            names = user_code.given().names()
-            if name := names.get("model") or names.get("workload"):
-                why = f"its network is not that of {path}, or that is not what a run writes: {error}"
-                remedy = "give the network with which the run was trained, or start a new run"
-                raise ConfigError("model", name, why, remedy) from None
-            raise untrusted(path, f"the hashes are correct, but the content is not: {error}") from None
-
-    def _load(self, checkpoint: Checkpoint) -> None:
-        run, devices = self.run, self.session.devices
-        shared, local = checkpoint.state, checkpoint.local
-        window = self.step_metrics.form()
-        like = {"optimizer": {str: dict}, "precision": dict, "window": window, "num_steps": int}
-        if "logged" in shared:  # in an older one, whose sums have no counts
-            like |= {"window": TensorSpec(torch.float32, (None, None)), "logged": int}
-        like |= {"metrics": {str: float}, "best": dict, "stop": dict}
-        is_older = not {"buffers", "replicas"} & local.keys()  # without the state of a loss, `random` and NumPy
-        like |= {"loss": [dict]} if "loss" in shared or not is_older else {}
-        like |= {"attributes": {str: object}} if "attributes" in shared else {}
-        later = {"workload": dict, "schedule": dict, "code": {str: object}}
-        later["options"] = [{str: [object]}]
-        like |= {key: form for key, form in later.items() if key in shared}  # not in an older one
-        check_like(shared, like, "the state")
-        if shared["best"]:
-            check_like(shared["best"], {"metric": str, "value": float, "step": int}, "the best evaluation")
-        if local:
-            like = {"workload": dict, "parallel": dict, "random": dict, "ema": dict}
-            like |= {} if is_older else {"buffers": dict, "replicas": [int]}
-            like |= {"code": {str: object}} if "code" in local else {}
-            check_like(local, like, "the state of a rank")
-        load = partial(run.parallel.load_full_state, self.model)
-        load(self.optimizer, checkpoint.tensors, shared["optimizer"])
-        load_changed_options(self.optimizer, shared.get("options", []))
-        self.average.load(checkpoint.ema, lambda averages, state: load(averages, checkpoint.tensors, state))
-        self.stopping.load_state_dict(shared["stop"])
-        self.rates.load_state_dict(shared.get("schedule", {}))
-        run.precision.load_state_dict(shared["precision"])
-        self.step, self.metrics, self.best = checkpoint.step, shared["metrics"], shared["best"]
-        run.workload.load_shared_state(shared.get("workload", {}))
-        window = shared["window"]
-        if "logged" in shared:
-            num_samples = (self.step - shared["logged"]) * run.batch_size
-            window = torch.stack((window, torch.full_like(window, num_samples / max(1, len(window)))), 1)
-        self.step_metrics.load(window, self.step)
-        run.parallel.load_local_state(self.model, self.optimizer, local.get("parallel", {}))
-        if run.ema.decay and local.get("ema"):
-            run.parallel.load_local_state(self.model, self.average.optimizer, local["ema"])
-        self.modules.load(checkpoint.tensors, shared, local.get("buffers", {}), local.get("replicas", []))
-        has_own = local.get("code") and local["replicas"] == self.modules.replicas
-        self.code.load(local["code"] if has_own else shared.get("code", {}), self.session.device)
-        if local:
-            run.workload.load_state_dict(local["workload"])
-            run.workload.load_parts(checkpoint.part_files)
-            for name, now in random_states(devices).items():
-                needed = ("cpu",) if is_older else ("cpu", "random", "numpy")
-                if name in local["random"] or name in needed:  # a run on other devices saved no state for this one
-                    check_like(local["random"][name], now, f"the random state, {name}")
-            set_random_states(local["random"], devices)
-        else:
-            log.info("rank %d saved nothing in this checkpoint: its random numbers start anew", self.session.rank)
-
-    def save(self) -> None:
-        """Copy the state, check that it is finite, and begin to write it in the background; called on every rank.
-
-        Raises:
-            DivergedError: if a training metric since the last log, the model or the optimizer state is not finite.
-                Nothing is then written, and earlier checkpoints are kept.
-            StorageError: if the previous checkpoint could not be written, or the new directory cannot be created.
-        """
-        run, collectives, device = self.run, self.session.collectives, self.session.device
-        window = self.step_metrics.window()
-        collect = partial(run.parallel.full_state, self.model)
-        own = self.modules.of_rank()
-        with self.modules.synchronized():
-            tensors, optimizer_state = collect(self.optimizer)
-            ema, loss = self.average.full_tensors(collect), self.modules.loss_state()
-            attributes = self.modules.attributes()
-            own = self.modules.only_of_rank(own)
-        moments = {f"{key} of {name}": t for name, state in optimizer_state.items() for key, t in state.items()}
-        broken = [name for name in full_state.not_finite(tensors | moments) if name not in self.modules.not_finite]
-        totals = collectives.all_reduce({"broken": torch.tensor(float(bool(broken)), device=device)})
-        if totals["broken"]:  # all-reduced, because not every rank has every tensor
-            raise DivergedError(self.step, broken[0] if broken else "the state")
-        code = self.code.changed()
-        if not self.has_saved:
-            self.modules.say_unsaved(code)
-        self.has_saved = True
-        shared = {
-            "optimizer": optimizer_state,
-            "precision": run.precision.state_dict(),
-            "window": window,
-            "metrics": {tag: value for tag, value in self.metrics.items() if math.isfinite(value)},
-            "best": dict(self.best),
-            "num_steps": self.session.num_steps,
-            "stop": self.stopping.state_dict(),
-            "loss": loss,
-            "attributes": attributes,
-            "workload": run.workload.shared_state(),
-            "schedule": self.rates.state_dict(),
-            "code": code,
-            "options": changed_options(self.optimizer, self._options),
-        }
-        local = {
-            "workload": copy.deepcopy(run.workload.state_dict()),
-            "parallel": run.parallel.local_state(self.model, self.optimizer),
-            "random": random_states(self.session.devices),
-            "buffers": own,
-            "replicas": self.modules.replicas,
-            "code": code if self.session.world_size > 1 else {},
-            "ema": run.parallel.local_state(self.model, self.average.optimizer) if run.ema.decay else {},
-        }
-        checkpoint = Checkpoint(self.step, tensors, shared, local, ema, run.workload.parts())
-        self.checkpoints.save(checkpoint, self.best.get("step"))
 
     def phases_due(self, step: Step, batches: Iterator[Any]) -> Iterator[tuple[Phase, Iterator[Any]]]:
         """Yield the phases of `step`, and for each an iterator over its micro-batches, which all phases have in common.

@@ -11,7 +11,6 @@ import logging
 import math
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,13 +25,13 @@ from runner.device import oversubscription
 from runner.failures import save_diverged_batch, torch_refusals
 from runner.models.blocks import table_of
 from runner.optimizer import learning_rates
-from runner.parallel.attributes import attributes_kept
 from runner.parallel.buffers import with_own_memory
 from runner.parallel.collectives import Collectives
-from runner.parallel.round_trip import check_dense, check_no_new_parameters, check_round_trip
+from runner.parallel.round_trip import check_dense, check_round_trip
 from runner.parallel.session import Session
 from runner.result import CrashedError, Result
 from runner.run import Run, build_run, describe_model
+from runner.saved_state import resume, save
 from runner.seeds import derive, seed_all
 from runner.state import State
 from runner.storage.saved_run import config_yaml
@@ -45,6 +44,7 @@ from runner.tracking.log_file import LogFile
 from runner.tracking.metrics import DivergedError, in_words
 from runner.tracking.progress import Progress, progress_for
 from runner.tracking.recorder import Recorder
+from runner.trial import try_evaluation
 
 log = logging.getLogger(__name__)
 
@@ -142,7 +142,7 @@ def prepare(run: Run, session: Session, directory: Path, with_table: bool = Fals
     if user_code.given().names():
         session.check_same_samples()
     state = initial_state(run, session, directory, with_table)
-    state.resume()
+    resume(state)
     return state
 
 
@@ -211,7 +211,7 @@ def loop(state: State, take_step: TakeStep, recorder: Recorder, progress: Progre
                 state.checkpoints.wait()  # for the previous one, whose copy of the state takes memory
                 recorder.flush()  # a run resumed from this checkpoint does not log earlier steps again
                 state.hooks.before_save(state)
-                state.save()
+                save(state)
         state.checkpoints.check()  # they are written in the background
         progress.step(step.number)
         run.profiler.after_step(step.number)
@@ -316,37 +316,6 @@ def evaluate(state: State, recorder: Recorder, progress: Progress) -> bool:
     best = {f"best/{run.workload.selection[0]}": state.best["value"]} if state.best else {}
     recorder.scalars(best | state.logged_by_hooks((*metrics, *best)), state.step)
     return is_best
-
-
-def try_evaluation(state: State) -> None:
-    """Evaluate a few samples, so that what an evaluation of a user's code cannot do shows before the first step.
-
-    It leaves no trace: neither in modules and their buffers nor in the states of the generators.
-
-    Raises:
-        ConfigError: as in `EvaluationMetrics.trial`.
-    """
-    session = state.session
-    each, num_shards = max(2, min(session.plan.micro_size, 16)), session.plan.eval_shard[1]
-    few_samples = session.workload.few_samples(each * num_shards, session.device)
-    if few_samples is None:
-        return
-    eager = torch.compiler.set_stance("force_eager") if session.compile else nullcontext()
-    is_late = state.step == 0 and state.modules.begins_without_values
-    if is_late and session.plan.splits_network:  # one process alone would fail
-        return
-    before = {name for name, _ in state.model.named_parameters()}
-    try:
-        with few_samples, eager, state.code.unchanged(), attributes_kept(state.modules.each), state.evaluating():
-            state.run.parallel.evaluate(state.model)
-        check_no_new_parameters(state.model, before)
-    except ConfigError:
-        raise
-    except Exception as error:
-        if not is_late:
-            raise
-        log.debug("an evaluation before the first step, which gives buffers their values, fails", exc_info=error)
-    session.collectives.barrier()  # processes may share buffers
 
 
 def introduce(state: State, recorder: Recorder) -> None:

@@ -29,7 +29,7 @@ LAYERS = [
     ["runner.parallel"],
     ["runner.run"],
     [("runner.code_state", "runner.code_values")],
-    ["runner.state", "runner.resume", "runner.failures"],
+    [("runner.state", "runner.saved_state", "runner.trial"), "runner.resume", "runner.failures"],
     [("runner.training", "runner.compiled_step"), "runner.analysis"],
     ["runner.sweeps", "runner.planning", "runner.verification"],
     ["runner.api"],

@@ -12,10 +12,10 @@ from helpers.rank_functions import sigterm_at
 from helpers.ranks import train_on_rank
 from helpers.runs import assert_bitwise_equal, only_run, run_outcome
 
+from runner import training
 from runner.config.errors import ConfigError
 from runner.parallel.session import Session
 from runner.run import Run
-from runner.state import State
 from runner.stop import Stop, Stopping
 from runner.storage.value_checks import UnexpectedContentError
 from runner.tracking.metrics import StepTimer
@@ -190,9 +190,9 @@ def test_max_time_stops_each_invocation_and_the_resumed_run_is_bitwise_exact(tmp
 
 
 def test_max_time_that_passes_while_a_stopped_run_is_saved_is_not_the_reason(tmp_path, monkeypatch):
-    clock, save = [0.0], State.save
+    clock, save = [0.0], training.save
     monkeypatch.setattr(StepTimer, "elapsed", lambda timer: clock[0])
-    monkeypatch.setattr(State, "save", lambda state: (save(state), clock.__setitem__(0, 9.0)))
+    monkeypatch.setattr(training, "save", lambda state: (save(state), clock.__setitem__(0, 9.0)))
     run = build_composed_run(*TINY_CPU, *STEPS, "stop.max_time=5")
     result = train_in(tmp_path, run, partial(sigterm_at, 1, 0)).result
     assert (result.status, result.steps, result.stopped_by) == ("stopped", 1, "")

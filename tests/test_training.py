@@ -110,7 +110,7 @@ def test_a_run_that_diverges_on_a_full_disk_is_reported_as_diverged(trained, mon
     [("weight", "conv2.conv.weight"), ("moment", "exp_avg_sq of head.fc.bias"), ("metric", "eval/loss")],
 )
 def test_no_checkpoint_holds_a_number_that_is_not_finite(trained, monkeypatch, part, named):
-    save, evaluate = State.save, runner.training.evaluate
+    save, evaluate = runner.training.save, runner.training.evaluate
 
     def broken_save(state: State) -> None:
         if state.step == 6 and part == "weight":
@@ -124,7 +124,7 @@ def test_no_checkpoint_holds_a_number_that_is_not_finite(trained, monkeypatch, p
             monkeypatch.setattr(state.session.workload, "summarize", lambda sums: {"loss": NAN, "accuracy": 0.5})
         return evaluate(state, *others)
 
-    monkeypatch.setattr(State, "save", broken_save)
+    monkeypatch.setattr(runner.training, "save", broken_save)
     monkeypatch.setattr(runner.training, "evaluate", broken_evaluation)
     run = trained("optimizer=adam", "steps=9", "save_every=3", "eval_every=3", "log_every=2", "keep=9")
     assert (run.result.status, run.result.steps) == ("diverged", 6)
@@ -155,13 +155,13 @@ def test_a_diverged_run_exits_with_3_and_resumes_with_a_smaller_rate(tmp_path):
 
 
 def test_large_finite_values_are_saved_although_their_sum_overflows(trained, monkeypatch):
-    save = State.save
+    save = runner.training.save
 
     def large(state: State) -> None:
         dict(state.model.named_parameters())["head.fc.bias"].data.fill_(3e38)
         save(state)
 
-    monkeypatch.setattr(State, "save", large)
+    monkeypatch.setattr(runner.training, "save", large)
     run = trained("steps=1", "eval_every=0", "save_every=1")
     assert_whole_and_finite(run.directory, [1])
 

@@ -6,7 +6,6 @@ import itertools
 import math
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import seaborn
@@ -16,6 +15,7 @@ from pandas import Categorical, DataFrame, concat
 
 from runner.analysis.comparison import RATE, STEP_SECONDS, Comparison, Row
 from runner.analysis.saved_runs import MeasuredRun, is_number
+from runner.analysis.split_curves import SPLIT, SplitCurve, seconds_of, split_curves
 from runner.config.errors import shortened
 from runner.config.overrides import as_typed
 from runner.system.secrets import printable
@@ -28,7 +28,6 @@ COLORS = ("#2f6f9f", "#c8553d", "#5b8c5a", "#8e6c8a", "#b8860b", "#4c4c4c")
 _MAX_BARS, _MAX_LINES, _MAX_PANELS, _MAX_CELLS, _MAX_TICKS = 24, len(COLORS), 6, 16, 10
 
 _SECONDS, _STEPS, _COMPUTE = "seconds per step", "optimizer steps", "TFLOP of training"
-_SPLIT, _NUM_MICRO_BATCHES = "parallel.split_size", "parallel.num_micro_batches"
 
 
 def pictures(compared: Comparison) -> dict[str, Figure]:
@@ -41,8 +40,8 @@ def pictures(compared: Comparison) -> dict[str, Figure]:
     """
     drawn: dict[str, Figure] = {"front": _front(compared)} if compared.front else {}
     rows = sorted((row for row in compared.rows if STEP_SECONDS in row.measures), key=lambda row: row.runs[0].directory)
-    plain = [row for row in rows if _SPLIT not in row.runs[0].labels]
-    by_others = {row.other_values: row for row in sorted(rows, key=_seconds, reverse=True) if row not in plain}
+    plain = [row for row in rows if SPLIT not in row.runs[0].labels]
+    by_others = {row.other_values: row for row in sorted(rows, key=seconds_of, reverse=True) if row not in plain}
     pipelines = [row for row in rows if row in by_others.values()]  # the fastest of those that differ only in the mode
     if len({row.runs[0].mode for row in plain}) > 1 and len(plain) <= _MAX_BARS:
         drawn["modes"] = _bars("Run time by parallel mode", compared, plain)
@@ -106,65 +105,12 @@ def _scale_y(axes: Axes, values: Any) -> None:
 # Run times
 
 
-@dataclass(frozen=True)
-class SplitCurve:
-    """The measured rows of one pipeline by `split_size`, ascending; `batch_size` are the samples that are split."""
-
-    label: str
-    points: list[tuple[int, Row]]
-    batch_size: int
-    stages: int
-
-    def slowdown(self, split_size: float) -> float:
-        """Return the factor by which GPipe's bubble lengthens a step: (m + p − 1) / m (Huang et al., 2019, 2.3)."""
-        return 1 + (self.stages - 1) * split_size / self.batch_size
-
-    @property
-    def seconds_without_bubble(self) -> float:
-        """The estimated step time without a bubble: the largest for which the curve of GPipe is a lower bound."""
-        return min(_seconds(row) / self.slowdown(split_size) for split_size, row in self.points)
-
-
-def split_curves(rows: Sequence[Row]) -> list[SplitCurve]:
-    """Return the curves of the pipelines that were measured with several split sizes."""
-    groups: dict[str, list[tuple[int, Row]]] = {}
-    for row in rows:
-        labels = row.runs[0].labels
-        number = _count(labels.get(_NUM_MICRO_BATCHES))
-        if size := _count(labels.get(_SPLIT)) or (number and max(1, _batch_size(row) // number)):
-            rest = {k: v for k, v in row.values.items() if k not in (_SPLIT, _NUM_MICRO_BATCHES, "parallel")}
-            label = ", ".join(f"{key.removeprefix('parallel.')}={as_typed(value)}" for key, value in rest.items())
-            groups.setdefault(label, []).append((size, row))
-    curves = []
-    for label, pairs in groups.items():
-        points = sorted(pairs, key=lambda pair: pair[0])
-        if points[0][0] < points[-1][0]:
-            run = pairs[0][1].runs[0]
-            stages = _count(run.labels.get("parallel.stages")) or max(2, _count(run.result.get("world_size")))
-            curves.append(SplitCurve(label, points, _batch_size(pairs[0][1]), stages))
-    return curves
-
-
-def _seconds(row: Row) -> float:
-    return row.measures[STEP_SECONDS].mean
-
-
-def _batch_size(row: Row) -> int:
-    labels = row.runs[0].labels
-    return max(1, _count(labels.get("batch_size")) // max(1, _count(labels.get("accumulation.steps"))))
-
-
-def _count(value: object) -> int:
-    """Return a positive integer, which a config of somebody else may not have; 0 for anything else."""
-    return value if type(value) is int and 0 < value < 10**12 else 0
-
-
 def _speed_up(compared: Comparison, row: Row) -> float | None:
     """Return how many times as fast the steps are as those of the only row with `parallel=single` and the same keys."""
     single = [each for each in compared.rows if each.runs[0].mode == "single" and each.other_values == row.other_values]
     if len(single) != 1 or STEP_SECONDS not in single[0].measures:
         return None
-    return _seconds(single[0]) / _seconds(row)
+    return seconds_of(single[0]) / seconds_of(row)
 
 
 def _bars(title: str, compared: Comparison, rows: Sequence[Row]) -> Figure:
@@ -197,11 +143,11 @@ def _over_split_size(compared: Comparison, curves: Sequence[SplitCurve]) -> Figu
         bound = [curve.seconds_without_bubble * curve.slowdown(size) for size in fine]
         theory = f"GPipe's bubble alone: {curve.seconds_without_bubble:.3g} s · (m+{curve.stages - 1})/m"
         axes.plot(fine, bound, color=color, ls="--", lw=1.2, label=theory)
-        size, best = min(curve.points, key=lambda point: _seconds(point[1]))
+        size, best = min(curve.points, key=lambda point: seconds_of(point[1]))
         star = {"marker": "*", "ms": 16, "ls": "", "color": color, "mec": "white", "zorder": 5}
-        axes.plot(size, _seconds(best), label=f"best: {size}, {_seconds(best):.3g} s", **star)
+        axes.plot(size, seconds_of(best), label=f"best: {size}, {seconds_of(best):.3g} s", **star)
         if speed := _speed_up(compared, best):
-            single = speed * _seconds(best)
+            single = speed * seconds_of(best)
             axes.axhline(single, color="#777777", ls=":", lw=1.2, label=f"single: {single:.3g} s")
     axes.set_xscale("log")  # the time changes most between small sizes
     sizes = sorted({size for curve in curves for size, _ in curve.points})

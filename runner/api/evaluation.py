@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from runner import saved_state
 from runner.api.composing import check_list_of_texts, compose
 from runner.config import user_code
 from runner.config.errors import ABSENT, ConfigError, check
@@ -19,7 +20,8 @@ from runner.storage.checkpoint import load
 from runner.storage.manifest import DamagedError, verified_manifest
 from runner.storage.saved_run import saved_config, warn_of_changed_code
 from runner.storage.signature import saved_signature
-from runner.training import initial_state, try_evaluation
+from runner.training import initial_state
+from runner.trial import try_evaluation
 
 
 class Evaluation(NamedTuple):
@@ -93,7 +95,7 @@ def _evaluate_rank(
 def _evaluate(run: Run, session: Session, checkpoint: Path) -> tuple[dict[str, float], int, dict[str, Any]]:
     with run.settings(session.device):
         state = initial_state(run, session, checkpoint.parent.parent)
-        state.load(load(checkpoint, session.rank))
+        saved_state.load(state, load(checkpoint, session.rank))
         try_evaluation(state)
         with state.evaluating():
             metrics, sums = run.parallel.evaluate(state.model)

@@ -6,7 +6,6 @@ files whose paths are typed. A saved run or an option file may name code, but no
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import inspect
 import logging
@@ -22,6 +21,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from runner.config.errors import ABSENT, ConfigError, check, described, did_you_mean, shown
+from runner.config.functions import check_function, name_of
 from runner.config.hooks import Hooks, watched
 from runner.config.other_names import of_code
 from runner.config.overrides import hydra_quoted, override_key, override_value
@@ -31,8 +31,6 @@ from runner.system.signals import is_of_signal
 
 log = logging.getLogger(__name__)
 _FILE = re.compile(r"([^:,]+\.py)(?::(\w+))?")
-_TARGETS = re.compile(r"y|(y_)?(true|targets?|labels?|truth|ground_truth|gt|actual)")
-_OUTPUTS = re.compile(r"(y_)?(pred\w*|scores?|prob\w*|hat|outputs?|logits|inputs?)")
 _GROUPS = ("model", "data", "env", "schedule", "workload")
 
 
@@ -60,7 +58,7 @@ class UserCode:
 
     def names(self) -> dict[str, str]:
         """Return the names by which configs refer to the code, by part or config group."""
-        objects = {part: _name(value) for part, value in self.objects.items() if value is not None}
+        objects = {part: name_of(value) for part, value in self.objects.items() if value is not None}
         return objects | {group: file.typed for group, file in self.files.items()}
 
     def hashes(self) -> dict[str, str]:
@@ -77,7 +75,7 @@ class UserCode:
         contents = {shown(path): Path(path).read_bytes() for path in sorted(paths) if os.path.isfile(path)}
         for part, value in self.objects.items():
             with suppress(OSError, TypeError):  # for example, of what is typed in a console
-                contents[f"{part}={_name(value)}"] = inspect.getsource(value).encode()
+                contents[f"{part}={name_of(value)}"] = inspect.getsource(value).encode()
         return {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
 
     def added_to(self, overrides: Sequence[str]) -> list[str]:
@@ -293,18 +291,6 @@ def errors_of(part: str) -> Iterator[None]:
         raise ConfigError(part, given, why, remedy) from error
 
 
-def place(function: Any) -> str:
-    """Return where a function, or the class of another callable object, is defined, as ` (mine.py:12)`, if known."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    found = inspect.unwrap(function)
-    try:
-        source = found if hasattr(found, "__code__") or inspect.isclass(found) else type(found)
-        return f" ({shown(str(inspect.getsourcefile(source)))}:{inspect.getsourcelines(source)[1]})"
-    except (OSError, TypeError):  # of a function in C, or of what is typed in a console
-        return ""
-
-
 def hooks() -> Hooks:
     """Return the hooks that are given.
 
@@ -329,39 +315,7 @@ def function_of(name: str, arguments: Sequence[str], body: str) -> Callable[...,
     return function
 
 
-def check_function(key: str, function: Any, arguments: Sequence[str], body: str = "…") -> None:
-    """Raise a `ConfigError` with `key` unless `function` can be called with `arguments`; `body` is an example."""
-    try:
-        inspect.signature(function).bind(*arguments)
-    except (TypeError, ValueError):  # ValueError: of a function in C, whose arguments are not known
-        why = f"it is no function of ({', '.join(arguments)}){place(function)}"
-        remedy = f"def {key.rpartition('.')[2]}({', '.join(arguments)}): {body}"
-        raise ConfigError(key, _name(function), why, remedy) from None
-
-
-def check_order(key: str, function: Any) -> None:
-    """Raise a `ConfigError` with `key` if `function` takes (targets, outputs) by name, as those of scikit-learn do."""
-    try:
-        first, second = [*inspect.signature(getattr(function, "forward", function)).parameters][:2]
-    except (TypeError, ValueError):
-        return
-    is_other = _TARGETS.fullmatch(first.lower()) and _OUTPUTS.fullmatch(second.lower())
-    remedy = f"lambda outputs, targets: {getattr(function, '__name__', 'it')}(targets, outputs)"
-    why = f"its arguments are ({first}, {second}), and it is called with (outputs, targets)"
-    check(not is_other, key, _name(function), why, remedy)
-
-
 def run_name(code: Mapping[str, str]) -> str:
     """Return the name of a run whose config has the names of `code`: that of its file, or of the class of its model."""
     files = [Path(found[1]).stem for group in ("workload", "data") if (found := _FILE.fullmatch(code.get(group, "")))]
     return re.sub(r"[^a-zA-Z0-9_]", "_", (files or [code.get("model", "_user").rpartition(".")[2]])[0])
-
-
-def _name(value: Any) -> str:
-    """Return the name of a class or function, or of the class of an object, with its module."""
-    if isinstance(value, Mapping):
-        return ", ".join(map(str, value))
-    if isinstance(value, list | tuple):
-        return ", ".join(_name(each) for each in value[:2])
-    named = value if hasattr(value, "__qualname__") and hasattr(value, "__module__") else type(value)
-    return f"{named.__module__}.{named.__qualname__}".removeprefix("builtins.").replace("<locals>.", "")

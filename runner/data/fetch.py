@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.utils.data import Subset, default_collate
 
-from runner.config import user_code
+from runner.config import functions
 from runner.config.errors import ABSENT, ConfigError, check, described
 from runner.data.base import Batch, Collated, CollatedBatch, DataError, Samples, may_be_tokens, shape_of
 from runner.data.forms import Arrays, needing_double, pair, singles
@@ -86,11 +86,11 @@ class BatchMaker:
         try:
             batch = self.collate(samples)
         except Exception as error:
-            remedy = f"correct collate{user_code.place(self.collate)}"
+            remedy = f"correct collate{functions.place(self.collate)}"
             raise DataError("collate", described(error), remedy) from error
         inputs, targets = self._divided(batch, "what collate returns", len(samples))
         if not tensors_of(inputs):
-            why = f"it returns no tensors{user_code.place(self.collate)}"
+            why = f"it returns no tensors{functions.place(self.collate)}"
             raise ConfigError("collate", ABSENT, why, "return tensors, of all samples in the list")
         parts = self._singles(inputs), targets
         return (*parts, len(samples)) if self.is_divided else parts

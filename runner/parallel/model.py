@@ -14,7 +14,8 @@ from runner.device import Device
 from runner.parallel.base import Parallel, move
 from runner.parallel.compiling import compile_in_place, refuse_step
 from runner.parallel.launch.processes import Launcher
-from runner.parallel.pipelining.partition import Blocks, Partition, first_inputs, supervised
+from runner.parallel.pipelining.partition import Partition, first_inputs, supervised
+from runner.parallel.pipelining.stages import Blocks
 from runner.parallel.session import Session
 from runner.system.trees import Tree, call, map_tensors
 from runner.tracking.metrics import BatchSums

@@ -26,14 +26,13 @@ from runner.parallel.multiprocess import MultiProcess, finds_unused
 from runner.parallel.pipelining.partition import (
     BlockProfile,
     Partition,
-    StageModule,
     blocks_of,
     first_inputs,
-    keep_only,
     stages_of_each_tensor,
     supervised,
 )
 from runner.parallel.pipelining.schedules import STAGES_EACH, ScheduleName, check_split_backward, num_micro_batches
+from runner.parallel.pipelining.stages import StageModule, keep_only
 from runner.parallel.pipelining.timeline import Span, Timeline, bubble, gantt
 from runner.parallel.session import Session
 from runner.storage.state_dict import with_versions

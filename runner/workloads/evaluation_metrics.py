@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from runner.config import user_code
+from runner.config import functions
 from runner.config.errors import ABSENT, ConfigError, described
 from runner.data.base import copied
 from runner.device import sum_dtype
@@ -128,7 +128,7 @@ class EvaluationMetrics:
             dtype = None if isinstance(value, torch.Tensor) else torch.float64  # a number keeps its digits
             return float(torch.as_tensor(value, dtype=dtype).cpu().double().mean())
         except (TypeError, ValueError, RuntimeError):
-            why = f"it returns {value}, and not a number{user_code.place(metric)}"
+            why = f"it returns {value}, and not a number{functions.place(metric)}"
             remedy = "return one number, or an array whose mean is meant"
             raise ConfigError(f"metrics.{name}", ABSENT, why, remedy) from None
 

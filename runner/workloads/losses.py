@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, NoReturn, TypeAlias, cast
 
 import torch
 
-from runner.config import user_code
+from runner.config import functions
 from runner.config.errors import ABSENT, ConfigError
 from runner.data.base import IGNORED
 from runner.device import sum_dtype
@@ -46,7 +46,7 @@ class Losses(NamedTuple):
         form = self.names, self.has_own_count
         if before not in (None, form):
             then, now = (f"{', '.join(names)} ({'sums' if own else 'means'})" for names, own in (before, form))
-            why = f"it returns {now}, and returned {then} before{user_code.place(function)}"
+            why = f"it returns {now}, and returned {then} before{functions.place(function)}"
             raise ConfigError("loss", ABSENT, why, "return the same values for each batch")
         return form
 
@@ -139,7 +139,7 @@ def _scalar(value: Any, dtype: torch.dtype, device: torch.device) -> torch.Tenso
 
 
 def _refuse(why: str, function: Any, remedy: str) -> NoReturn:
-    raise ConfigError("loss", ABSENT, why + user_code.place(function), remedy)
+    raise ConfigError("loss", ABSENT, why + functions.place(function), remedy)
 
 
 def as_sum(loss: Any) -> Callable[[Any, Any, Any], Any] | None:

@@ -15,7 +15,7 @@ import torch
 from torch.nn.functional import mse_loss
 
 from runner.batching import Plan
-from runner.config import user_code
+from runner.config import functions, user_code
 from runner.config.errors import ABSENT, ConfigError, check
 from runner.data.base import IGNORED, Batch, CollatedBatch, LabeledSamples, Samples, copied, num_samples_of
 from runner.data.memory import ArraySamples
@@ -66,7 +66,7 @@ class UserWorkload(UserCodeWorkload, CrossEntropyWorkload[Samples]):
         check(is_one or given is not None, "loss", ABSENT, why, remedy)
         self._loss: Any = copy.deepcopy(given) or (_cross_entropy if self._of_classes else _mean_squared_error)
         check(callable(self._loss), "loss", given, "it is no function of (outputs, targets)", "pass a function")
-        user_code.check_order("loss", self._loss)
+        functions.check_order("loss", self._loss)
         if isinstance(given, torch.nn.Module):
             trained, name = any(each.requires_grad for each in given.parameters()), type(given).__name__
             check(not trained, "loss", name, "its parameters would not be trained", "make them a part of the model")
@@ -118,7 +118,7 @@ class UserWorkload(UserCodeWorkload, CrossEntropyWorkload[Samples]):
             check(not hasattr(metric, "add_metrics"), f"metrics.{name}", type(metric).__name__, why, remedy)
             why, remedy = "it cannot be called with (outputs, targets)", "give a function, or an object with __call__"
             check(callable(metric), f"metrics.{name}", metric, why, remedy)
-            user_code.check_order(f"metrics.{name}", metric)
+            functions.check_order(f"metrics.{name}", metric)
         named = {name: of_samples(name, self._of_classes) for name in self._names}
         why, remedy = "the file defines a metric of this name", "leave one of the two out"
         check(not {*given} & {*named}, "workload.metrics", self._names, why, remedy)

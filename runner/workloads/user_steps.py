@@ -11,7 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from runner.config import user_code
+from runner.config import functions, user_code
 from runner.config.errors import ABSENT, ConfigError, check, described, did_you_mean
 from runner.config.name_patterns import matching, names_to_match
 from runner.data.base import Collated, DataError, Samples
@@ -84,7 +84,7 @@ class UserSteps(UserCodeWorkload):
         before = _gradients(model) if is_first else []
         returned = step(model, _as_trained(model, _given(batch)))
         if is_first:
-            why = f"it calls backward(){user_code.place(step)}"
+            why = f"it calls backward(){functions.place(step)}"
             remedy = "leave it out: the run calls it with the loss that is returned"
             check(_gradients(model) == before, key, ABSENT, why, remedy)
         found = self._losses(key, step, returned, batch)
@@ -186,7 +186,7 @@ def _given_phases() -> dict[str, UserPhase]:
     check(step is not None or given is not None, "training_step", ABSENT, why, remedy)
     check(step is None or given is None, "phases", ABSENT, "there is a training_step, too", "leave one of the two out")
     if step is not None:
-        user_code.check_function("training_step", step, _ARGUMENTS)
+        functions.check_function("training_step", step, _ARGUMENTS)
         return {"": UserPhase(step)}
     remedy = 'phases = {"critic": critic_step, "generator": {"step": generator_step, "every": 5}}'
     given = given if isinstance(given, Mapping) else {}
@@ -206,7 +206,7 @@ def _phase(name: str, given: Any, remedy: str) -> UserPhase:
         check(option in UserPhase._fields, f"{key}.{option}", ABSENT, "a phase has no such option;", known)
     check("step" in options, key, given, "it has no step", remedy)
     phase = UserPhase(**options)
-    user_code.check_function(key, phase.step, _ARGUMENTS)
+    functions.check_function(key, phase.step, _ARGUMENTS)
     is_number = type(phase.every) is int and phase.every >= 1
     check(is_number, f"{key}.every", phase.every, "it is no positive whole number", "every: 5")
     found = options.get("parameters", ())

@@ -18,7 +18,8 @@ from PIL import Image
 from scipy import stats
 
 from runner.analysis.comparison import STEP_SECONDS, Comparison
-from runner.analysis.figures import pictures, split_curves
+from runner.analysis.figures import pictures
+from runner.analysis.split_curves import split_curves
 from runner.commands import plot
 from runner.storage.saved_run import config_text
 from runner.tracking.event_file import EventFile, points

@@ -13,8 +13,9 @@ from torch.distributed import pipelining
 from runner.batching import Plan
 from runner.data.base import copied
 from runner.parallel.collectives import bytes_of
-from runner.parallel.pipelining.partition import BlockProfile, Loss, StageModule
+from runner.parallel.pipelining.partition import BlockProfile
 from runner.parallel.pipelining.schedules import STAGES_EACH
+from runner.parallel.pipelining.stages import Loss, StageModule
 from runner.parallel.pipelining.timeline import Timeline
 from runner.system.copy_stream import Transfer, copy_stream
 from runner.system.trees import Tree, map_tensors, num_rows, rows_of

@@ -19,6 +19,7 @@ from runner.parallel.model import ModelParallel
 from runner.parallel.pipeline import Pipeline
 from runner.parallel.pipelining import partition as partitioning
 from runner.parallel.pipelining.engines import StreamEngine, clock
+from runner.parallel.pipelining.stages import StageModule, keep_only
 from runner.parallel.pipelining.timeline import Timeline
 from runner.precision import BFloat16, Precision
 
@@ -156,7 +157,7 @@ def test_activations_and_gradients_are_sent_as_contiguous_tensors(channels_last)
     layout = torch.channels_last if channels_last else torch.contiguous_format
     convolutions = [nn.Conv2d(4, 4, 3, padding=1).to(memory_format=layout) for _ in range(2)]
     first, second = (
-        partitioning.StageModule([block], received, sent, channels_last, nullcontext)
+        StageModule([block], received, sent, channels_last, nullcontext)
         for block, received, sent in zip(convolutions, (False, True), (True, False), strict=True)
     )
     images = torch.randn(2, 4, 6, 5).to(memory_format=layout)
@@ -207,7 +208,7 @@ def test_tied_weights_within_a_stage_stay_tied_and_those_of_two_stages_are_in_bo
     assert owners == {"0.weight": [0, 1], "0.bias": [0], "1.bias": [1], "2.weight": [1], "2.bias": [1]}
     expected = model[1](model[0](torch.ones(1, 2)))
     owners = partitioning.stages_of_each_tensor(model, [[model[0], model[1]], [model[2]]])
-    partitioning.keep_only(model, {name for name, numbers in owners.items() if numbers == [0]})
+    keep_only(model, {name for name, numbers in owners.items() if numbers == [0]})
     assert torch.equal(model[1](model[0](torch.ones(1, 2))), expected)
     assert model[1].weight is model[0].weight
     assert model[2].weight is None
@@ -220,10 +221,10 @@ def test_each_stage_has_a_different_micro_batch_in_each_clock_cycle():
     assert list(clock(3, 2)) == [(0, 0), (1, 0), (0, 1), (2, 0), (1, 1), (2, 1)]
 
 
-def stages() -> list[partitioning.StageModule]:
+def stages() -> list[StageModule]:
     torch.manual_seed(0)
     blocks = [nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)]
-    return [partitioning.StageModule([block], False, False, False, nullcontext) for block in blocks]
+    return [StageModule([block], False, False, False, nullcontext) for block in blocks]
 
 
 def test_the_recording_has_every_computation():
