@@ -51,9 +51,10 @@ class MLflow(RemoteTracker):
 
         artifacts = None
         if self.uri.startswith("sqlite:///"):  # beside the file, not in the working directory
-            folder = Path(self.uri.removeprefix("sqlite:///")).resolve().parent
-            folder.mkdir(parents=True, exist_ok=True)
-            artifacts = (folder / "mlflow_artifacts").as_uri()
+            file = Path(self.uri.removeprefix("sqlite:///")).resolve()
+            file.parent.mkdir(parents=True, exist_ok=True)
+            artifacts = (file.parent / "mlflow_artifacts").as_uri()
+            create_database(file)
         self._client: Any = MlflowClient(tracking_uri=self.uri)
         self._directory, self._first_step = directory, first_step
         self._points: list[Any] = []
@@ -167,6 +168,18 @@ class MLflow(RemoteTracker):
     def close(self, status: str) -> None:
         ends = {"done": "FINISHED", "stopped": "KILLED"}
         self._client.set_terminated(self._run, ends.get(status, "FAILED"))
+
+
+def create_database(file: Path) -> None:
+    """Have MLflow create an SQLite file, unless it exists, and rename it: after a kill, it could not be opened."""
+    from mlflow import MlflowClient  # pyright: ignore[reportMissingImports]
+
+    with file.with_name(f"{file.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not file.exists():
+            (part := file.with_name(f"{file.name}.part")).unlink(missing_ok=True)
+            MlflowClient(tracking_uri=f"sqlite:///{part}").search_experiments()
+            part.replace(file)
 
 
 def _is_location(key: str) -> bool:
