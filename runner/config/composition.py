@@ -158,7 +158,8 @@ class Composer:
         That is kept for the next config, which then takes an eighth of the time.
         """
         overrides = self.parse(words)
-        values = [each for each in overrides if self._sets_value(each)]
+        deleted = {each.key_or_group for each in overrides if each.is_delete()}
+        values = [each for each in overrides if self._sets_value(each) and each.key_or_group not in deleted]
         others = [str(each.input_line) for each in overrides if each not in values]
         if self._root == _SAVED or mode is RunMode.MULTIRUN or (composed := self._composed(others)).hydra.searchpath:
             return self._loader.load_configuration(self._root, words, mode)
@@ -196,6 +197,7 @@ class Composer:
                 key, _, value = override.partition("=")
                 said = str(first) or str(first.__cause__) or type(first).__name__
                 why = f"Hydra cannot use it ({said.splitlines()[0]})"
+                why = "it has no value that could be deleted" if said.endswith("does not exist.") else why
                 return ConfigError(override_key(key), value or ABSENT, why, f"leave {key} out, or choose another value")
         return error
 

@@ -106,6 +106,7 @@ def test_a_config_dir_that_does_not_exist_is_refused(name):
     ["model=tiny", "optimizer.lr=0.1", "++code.model=x", "+extra.key=3"],
     ["experiment=ten_epochs", "parallel=ddp", "optimizer={lr: 3}", "parallel.processes=3"],
     ["name=${hydra:job.override_dirname}", "steps=${epochs}", "~debug", "hydra.verbose=[runner]"],
+    ["max_grad_norm=1", "~max_grad_norm"],
     ["optimizer.lrr=3"],
     ["steps=1,2", "seed=3"],
     ["model={name: x}"],
@@ -122,6 +123,12 @@ def test_a_config_is_what_hydra_composes_whatever_was_composed_before(words):
     for before in ([], ["seed=7"], words):
         outcome(lambda composer, before=before: composer._compose(before, RunMode.RUN))
         assert outcome(lambda composer: composer._compose(words, RunMode.RUN)) == wanted
+
+
+def test_deleting_a_key_that_is_null_is_refused_as_that_and_not_as_an_unknown_key():
+    with pytest.raises(ConfigError) as refusal:
+        Composer().run(["~max_grad_norm"])
+    assert (refusal.value.key, refusal.value.why) == ("max_grad_norm", "it has no value that could be deleted")
 
 
 def test_option_files_that_have_changed_are_read_again(tmp_path):
