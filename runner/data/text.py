@@ -227,14 +227,18 @@ def tokenized(documents: Sequence[Segment], tokenizer: Tokenizer) -> TokenFiles:
     """
     kind = np.dtype("<u2" if tokenizer.size <= 1 << 16 else "<u4")
     with ExitStack() as stack:
-        file, count = stack.enter_context(tempfile.TemporaryFile(buffering=0)), 0
+        file, count, ends = stack.enter_context(tempfile.TemporaryFile(buffering=0)), 0, 0
         for document in documents:
             for piece in _pieces(document):
                 ids = np.asarray(tokenizer.encode(piece), kind)
                 file.write(ids.tobytes())
                 count += len(ids)
+                ends += np.count_nonzero(ids == tokenizer.end) if tokenizer.end is not None else 0
             if tokenizer.end is not None:
                 count += file.write(np.asarray(tokenizer.end, kind).tobytes()) // kind.itemsize
+        if ends:
+            text = "data.file: the texts have the token that ends a document in them, %d times; a document ends there"
+            log.warning(text, ends)
         tokens = TokenFiles([Segment(file.fileno(), 0, count, kind.str)], tokenizer.end)
         weakref.finalize(tokens, stack.pop_all().close)  # open as long as they are
     return tokens

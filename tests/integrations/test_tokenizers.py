@@ -73,6 +73,13 @@ def test_ids_are_those_of_the_tokenizer_with_the_end_of_a_text_between_documents
     assert torch.cat([each.targets for each in batches]).flatten()[:count].tolist() == targets
 
 
+def test_a_text_with_the_end_of_a_document_in_it_is_two_documents_and_the_run_says_so(file, tmp_path, caplog):
+    (tmp_path / "two.txt").write_text("<|endoftext|>".join(TEXTS[:2]), encoding="utf-8", newline="")
+    samples = Text(file=str(tmp_path), tokenizer=str(file), context=CONTEXT).splits({})["all"]()
+    assert ids_of(samples) == expected(file, TEXTS[:2])[0]
+    assert "that ends a document in them, 1 times" in caplog.text
+
+
 def test_what_a_tokenizer_has_for_other_models_changes_no_text(texts, file, tmp_path):
     package = require("tokenizers").Tokenizer.from_file(str(file))
     package.enable_truncation(5)
