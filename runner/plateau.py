@@ -61,10 +61,8 @@ class _OnPlateau(Rates):
     def evaluated(self, metrics: Mapping[str, float], step: int) -> None:
         options, seen, value = self._options, self._seen, metrics[self._metric]
         margin = options.threshold * (abs(seen["best"]) if options.threshold_mode == "rel" else 1.0)
-        if math.isinf(seen["best"]):
-            is_better = math.isfinite(value)
-        else:
-            is_better = value > seen["best"] + margin if self._is_max else value < seen["best"] - margin
+        margin = 0.0 if math.isinf(seen["best"]) else margin
+        is_better = value > seen["best"] + margin if self._is_max else value < seen["best"] - margin
         seen |= {"best": value, "waited": 0} if is_better else {"waited": seen["waited"] + 1}
         if seen["cooldown"] > 0:
             seen |= {"cooldown": seen["cooldown"] - 1, "waited": 0}

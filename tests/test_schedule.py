@@ -95,10 +95,11 @@ PLATEAUS = (
 @pytest.mark.parametrize("direction", ["min", "max"])
 @pytest.mark.parametrize("schedule", PLATEAUS)
 def test_plateau_is_reduce_lr_on_plateau_also_after_a_resume(schedule, direction):
-    """The metric improves by less and less, is sometimes worse, and is not defined at two evaluations."""
+    """The metric improves by less and less, is sometimes worse, infinite, or not defined."""
     noise = torch.rand(60, generator=torch.Generator().manual_seed(1)).tolist()
     values = [1 + (2 / (k + 1) + noise[k] / 5) * (1 if direction == "min" else -1) for k in range(60)]
     values[20] = values[41] = math.nan
+    values[50] = math.inf  # the best of all, or the worst
     chosen, mine, goal = optimizer(), optimizer(), {"a": "min" if direction == "max" else "max", "b": direction}
     scheduler = lr_scheduler.ReduceLROnPlateau(
         chosen, direction, schedule.gamma, schedule.patience, schedule.threshold, schedule.threshold_mode,
