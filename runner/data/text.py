@@ -106,7 +106,7 @@ class TokenData(Data):
 class Text(TokenData):
     """Files of text, each of which is a document; see `conf/data/text.yaml`. Bytes are tokens if no tokenizer is named.
 
-    A share of the documents is held out, and of a single one its end.
+    A share of the documents is held out, and of a few large ones the end of one.
     """
 
     glob: str = "*"
@@ -284,26 +284,27 @@ def _files(path: Path, pattern: str) -> list[str]:
 
 
 def _drawn(documents: list[Segment], holdout: float) -> tuple[list[Segment], list[Segment]]:
-    """Return the documents to train on and those that are held out, in their order; of a single one, both parts.
+    """Return the documents to train on and those that are held out, in their order.
 
     They are drawn at random, independently of the seed of a run, as long as they fit into the share of the bytes. If
-    these are less than half of it, as a few tiny ones, the shortest one that does not fit is held out, too.
+    these are less than half of it, as of a few large ones, the end of the shortest other one is held out, too.
     """
-    total = sum(each.length for each in documents)
-    share = wanted = max(1, round(holdout * total))
-    if len(documents) == 1:
-        return _cut(documents, total - share)
+    share = wanted = max(1, round(holdout * sum(each.length for each in documents)))
     order = torch.randperm(len(documents), generator=torch.Generator().manual_seed(derive(0, "text"))).tolist()
-    chosen: set[int] = set()
+    train, held = dict(enumerate(documents)), dict[int, Segment]()
     for number in order:
         if documents[number].length <= share:
-            chosen.add(number)
+            held[number] = train.pop(number)
             share -= documents[number].length
-    rest = [number for number in order if number not in chosen]
-    if share > wanted / 2 and len(rest) > 1:
-        chosen.add(min(rest, key=lambda number: documents[number].length))
-    train = [each for number, each in enumerate(documents) if number not in chosen]
-    return train, [documents[number] for number in sorted(chosen)]
+    if share > wanted / 2:
+        number = min(train, key=lambda number: documents[number].length)
+        position = documents[number].length - share
+        before = documents[number].read(max(0, position - 3), position + 1).tolist()[::-1]
+        position -= next(
+            (count for count, byte in enumerate(before) if byte & 0xC0 != 0x80), 0
+        )  # not inside of a letter
+        [train[number]], [held[number]] = _cut([documents[number]], position)
+    return [*train.values()], [held[number] for number in sorted(held)]
 
 
 def _cut(segments: Sequence[Segment], position: int) -> tuple[list[Segment], list[Segment]]:

@@ -82,17 +82,18 @@ def test_whole_documents_are_held_out_and_the_same_ones_in_every_run(tmp_path):
     assert [ids_of(each) for each in again] == [ids_of(train), ids_of(held_out)]
 
 
-def test_a_tiny_document_is_not_all_that_is_held_out(tmp_path):
+def test_a_tiny_document_is_not_all_that_is_held_out_and_a_large_one_not_as_a_whole(tmp_path):
     texts = {"a": b"x" * 50, "b": b"y", "c": b"z" * 40}
     train, held_out = Text(file=write(tmp_path, texts), context=8, holdout=0.1).load()
-    assert (ids_of(train), ids_of(held_out)) == ([*texts["a"], END], [*texts["b"], END, *texts["c"], END])
+    assert ids_of(train) == [*texts["a"], END, *b"z" * 32, END]
+    assert ids_of(held_out) == [*texts["b"], END, *b"z" * 8, END]
 
 
-def test_of_a_single_document_the_end_is_held_out(tmp_path):
-    content = bytes(range(1, 101))
+@pytest.mark.parametrize(("content", "position"), [(bytes(range(1, 101)), 90), ("a\N{SNOWMAN}".encode() * 25, 89)])
+def test_of_a_single_document_the_end_is_held_out_and_no_letter_is_cut(content, position, tmp_path):
     train, held_out = Text(file=write(tmp_path, {"a": content}) + "/a", context=4, holdout=0.1).load()
-    assert ids_of(train) == [*content[:90], END]
-    assert ids_of(held_out) == [*content[90:], END]
+    assert ids_of(train) == [*content[:position], END]
+    assert ids_of(held_out) == [*content[position:], END]
 
 
 def test_the_fingerprint_is_that_of_the_content(tmp_path):
