@@ -13,10 +13,13 @@ import torch
 def blocks_of(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
     """Return what the method `blocks()` of `model` returns, without one those of a `Sequential`, otherwise nothing.
 
-    A submodule named `blocks`, which many networks have, does not count.
+    A submodule named `blocks`, which many networks have, does not count, nor does a method that returns something else.
     """
-    if (blocks := getattr(type(model), "blocks", None)) is not None:
-        return blocks(model)
+    if callable(blocks := getattr(type(model), "blocks", None)):
+        with suppress(TypeError):  # it has other arguments, or returns one block
+            found: Any = blocks(model)
+            if all(isinstance(each, tuple) and len(each) == 2 and isinstance(each[0], str) for each in found):
+                return found
     # Not `named_children`, which leaves out the second use of a module.
     return list(model._modules.items()) if type(model).forward is torch.nn.Sequential.forward else []  # pyright: ignore
 

@@ -80,9 +80,18 @@ class CodeState:
 
     def begin(self) -> None:
         """Remember the values, and those of modules by a hash: `changed` returns those that are others by then."""
-        self._beginning = {name: mark(place.get()) for name, place in self._places(self._roots).items()}
+        self._beginning = self.marks()
         self._beginning |= {name: marks_of(module) for name, module in self._modules().items()}
         self._versions = {id(each): (each, each._version) for _, each in self._parameters()}
+
+    def marks(self) -> dict[str, Any]:
+        """Return what tells whether values have changed, by name."""
+        return {name: mark(place.get()) for name, place in self._places(self._roots).items()}
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return the values that are tensors by name."""
+        found = {name: place.get() for name, place in self._places(self._roots).items()}
+        return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
 
     def _places(self, roots: Mapping[str, Any], holders: dict[str, dict[str, Any]] | None = None) -> dict[str, Place]:
         found = {place.name: place for place in places(roots, holders)}

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from runner.batching import Plan
+from runner.code_state import CodeState, roots_of
 from runner.data.base import copied
 from runner.parallel.attributes import plain_values
 from runner.parallel.buffers import named_buffers, with_own_memory
@@ -22,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 def carried_state(run: Run, session: Session, parts: int) -> str:
-    """Return the name of a buffer or an attribute that each forward pass changes, on which the next gradients depend.
+    """Return the name of what each forward pass changes, as a buffer, and on which the next gradients depend.
 
     It is empty if there is none; that batch normalization sees parts of a batch is documented. The network is tried on
     the first of `parts` of a batch, with other values in its buffers, as some, such as converged power iterations,
@@ -31,6 +32,7 @@ def carried_state(run: Run, session: Session, parts: int) -> str:
     workload, devices = run.workload, session.devices
     model = with_own_memory(run.precision.convert(workload.build_model())).to(session.device).train()
     modules = torch.nn.ModuleList([each for each in (model, workload.loss_module()) if each is not None])
+    code = CodeState(roots_of(model, workload.user_loss))
     plan = Plan(run.batch_size, parts, seed=session.plan.seed)
     batch, random = next(workload.batches(model, plan, 0, session.device)), random_states(devices)
 
@@ -49,16 +51,16 @@ def carried_state(run: Run, session: Session, parts: int) -> str:
 
     try:
         gradients()  # which may fill a cache
-        _add_to_buffers(modules, 1, lambda name: True)
-        before = _state(modules)
+        _add_to(named_buffers([*modules]) | code.tensors(), 1, lambda name: True)
+        before = _state(modules, code)
         gradients()
-        after = _state(modules)
+        after = _state(modules, code)
         changed = [name for name, value in before.items() if not _are_equal(value, after.get(name, value))]
         if not changed:
             return ""
-        _add_to_buffers(modules, -1, lambda name: name not in changed)
+        _add_to(named_buffers([*modules]) | code.tensors(), -1, lambda name: name not in changed)
         first = gradients()
-        _add_to_buffers(modules, 1, lambda name: name in changed)
+        _add_to(named_buffers([*modules]) | code.tensors(), 1, lambda name: name in changed)
         depends = largest_difference(gradients(), first).size > FLOAT32_ROUNDING
     except Exception as error:  # of code that does not take all values, as of a matrix that it inverts
         log.debug("what a forward pass leaves to the next one is not known", exc_info=error)
@@ -66,17 +68,17 @@ def carried_state(run: Run, session: Session, parts: int) -> str:
     return changed[0].partition(".")[2] if depends else ""
 
 
-def _add_to_buffers(modules: torch.nn.ModuleList, amount: float, is_meant: Callable[[str], bool]) -> None:
-    for name, buffer in named_buffers([*modules]).items():
-        if (buffer.is_floating_point() or buffer.is_complex()) and is_meant(name):
-            buffer += amount
+def _add_to(tensors: Mapping[str, torch.Tensor], amount: float, is_meant: Callable[[str], bool]) -> None:
+    for name, each in tensors.items():
+        if (each.is_floating_point() or each.is_complex()) and is_meant(name):
+            each += amount
 
 
-def _state(modules: torch.nn.ModuleList) -> dict[str, Any]:
-    """Return copies of the buffers, except of batch normalization, and the plain values of attributes, by name."""
+def _state(modules: torch.nn.ModuleList, code: CodeState) -> dict[str, Any]:
+    """Return copies of the buffers, except of batch normalization, and what tells changes of other values, by name."""
     own = {prefix for prefix, each in modules.named_modules() if isinstance(each, _BatchNorm)}
     buffers = {name: each for name, each in named_buffers([*modules]).items() if name.rpartition(".")[0] not in own}
-    return {name: each.clone() for name, each in buffers.items()} | plain_values(modules)
+    return {name: each.clone() for name, each in buffers.items()} | plain_values(modules) | code.marks()
 
 
 def _are_equal(one: Any, other: Any) -> bool:

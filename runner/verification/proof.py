@@ -15,11 +15,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
+from runner import code_state
 from runner.batching import Accumulation, Plan
 from runner.config import user_code
 from runner.config.errors import ConfigError, described
@@ -29,6 +31,7 @@ from runner.failures import torch_refusals
 from runner.model.networks import NamedModel
 from runner.parallel.base import Parallel
 from runner.parallel.collectives import Collectives
+from runner.parallel.launch.process_group import no_process_group
 from runner.parallel.session import Session
 from runner.precision import Double, Precision
 from runner.run import Run
@@ -53,6 +56,8 @@ from runner.workloads.base import Workload
 from runner.workloads.losses import SUM
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _KINDS = ("loss", "gradients", "buffers", "evaluation")
 """The kinds of tensors that are compared (see `Steps`)."""
@@ -140,7 +145,7 @@ class _Proof:
 
     def text(self) -> str:
         """Return in words what was found; raise a `ConfigError` if the steps differ. Called on every rank."""
-        on_rank_0, own, exact = self._session.collectives.from_rank_0, self._run.precision, Double()
+        on_rank_0, own, exact = self._on_rank_0, self._run.precision, Double()
         fine = self._fine
         self._switch, why_not, self._draws = on_rank_0(self._choose)
         if why_not:
@@ -159,6 +164,9 @@ class _Proof:
         if found:
             raise self._refused(found)
         return "the first step is that of a single device" + on_rank_0(self._remark)
+
+    def _on_rank_0(self, function: Callable[[], T]) -> T:
+        return self._session.collectives.from_rank_0(no_process_group()(function))
 
     # On rank 0
 
@@ -280,20 +288,21 @@ class _Proof:
         return largest_difference(ours, theirs)
 
     def _other_buffers(self, tested: Steps, reference: Steps) -> str:
-        """Return in words which buffers of a process are others than those of a single device, if training uses any."""
+        """Return in words which state of a process is not that of a single device, if training uses it."""
         theirs = {name.removesuffix(" of rank 0"): each for name, each in reference.tensors["buffers of ranks"].items()}
         for name, ours in tested.tensors["buffers of ranks"].items():
             buffer = name.rpartition(" of rank ")[0]
             if buffer not in theirs:  # of a mode, such as the sums of deferred batch normalization
                 continue
             if not (found := largest_difference({name: ours}, {name: theirs[buffer]})).size <= FLOAT32_ROUNDING:
-                words = _words("buffers", found, FLOAT32_ROUNDING) + "; later steps compute with them"
+                words = _words("buffers or attributes", found, FLOAT32_ROUNDING) + "; later steps compute with them"
                 return words if self._carried() else ""
         return ""
 
     def _carried(self) -> str:
         """Return the name of what a forward pass in training leaves to the next one (see `carried_state`)."""
-        return carried_state(self._copied(self._fine, Parallel()), self._session, self._num_parts)
+        with code_state.before(self._run).unchanged():
+            return carried_state(self._copied(self._fine, Parallel()), self._session, self._num_parts)
 
     def _remark(self) -> str:
         if self._parts > 1:
@@ -328,7 +337,7 @@ class _Proof:
 
     def _recorded(self, run: Run, session: Session) -> Steps:
         try:
-            with torch_refusals(run):
+            with torch_refusals(run), code_state.before(run).unchanged():
                 steps = record(run, session, self._scratch, _SWITCHES[self._switch])
         except DivergedError as error:
             return Steps(diverged=str(error))

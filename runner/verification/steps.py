@@ -27,6 +27,7 @@ from runner.failures import torch_refusals
 from runner.models.layers import normalizes_batches
 from runner.parallel.collectives import Collectives, bytes_of
 from runner.parallel.full_state import full_tensor, local_part, without_state
+from runner.parallel.round_trip import check_no_new_parameters
 from runner.parallel.session import Session
 from runner.precision import Double
 from runner.result import Result
@@ -140,6 +141,7 @@ def record(
     written, replaced = set[str](), set[str]()
     before: list[dict[str, torch.Tensor]] = []
     weights: dict[str, Any] = {}
+    names = {name for name, _ in state.model.named_parameters()}
 
     def watched(batches: Iterator[Any]) -> Iterator[Any]:
         for batch in batches:
@@ -154,6 +156,7 @@ def record(
             gradients.update({name: on_host(p.grad.detach()) for name, p in named if p.grad is not None})
 
     def before_update(*_: Any) -> None:
+        check_no_new_parameters(state.model, names)
         keep_first_gradients()
         for name, parameter in state.model.named_parameters():
             version, address, bits = weights[name]
@@ -197,7 +200,9 @@ def record(
 
     tensors = {"loss": losses}
     ours = {(name, session.rank): buffer.cpu() for name, buffer in state.model.named_buffers()}
-    of_ranks = collectives.gather_to_rank0(ours)
+    others = leaves_of({"attributes": state.modules.plain_values(), "code": state.code.changed()})
+    kept = {name: each for name, each in others if isinstance(each, torch.Tensor | int | float)}
+    of_ranks = collectives.gather_to_rank0(ours | {(n, session.rank): torch.as_tensor(t) for n, t in kept.items()})
     tensors["buffers of ranks"] = {f"{name} of rank {rank}": each for (name, rank), each in of_ranks.items()}
     whole = {name: full_tensor(gradient).cpu() for name, gradient in gradients.items()}
     tensors["gradients"] = collectives.gather_to_rank0(whole)

@@ -15,6 +15,7 @@ from unittest import mock
 
 import torch
 from torch import distributed, nn
+from torch.distributed.nn.functional import all_gather
 from torch.nn.functional import cross_entropy, linear
 from torch.nn.utils import prune
 from torch.utils.data import Dataset
@@ -158,6 +159,45 @@ class Centers(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.layers(x - x.mean(0))
+
+
+class CentersAll(Centers):
+    """It gathers the samples of all processes, if there are several, as losses of contrastive pairs do."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mean = x.mean(0)
+        if distributed.is_initialized():
+            mean = torch.stack(all_gather(mean)).mean(0)
+        return self.layers(x - mean)
+
+
+class Recurrent(Centers):
+    """It goes on with the mean of the last batch, in an attribute."""
+
+    last: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.training:
+            return self.layers(x)
+        before, self.last = self.last, x.detach().mean(0)
+        return self.layers(x if before is None else x + before)
+
+
+class MakesParameters(Centers):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not hasattr(self, "scale"):
+            self.scale = nn.Parameter(torch.ones(x.shape[1]).to(x))
+        return self.layers(x * self.scale)
+
+
+class OtherBlocks(Centers):
+    """Its method of this name is not what modes look for."""
+
+    def blocks(self) -> nn.Module:
+        return self.layers
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks()(x)
 
 
 class KnowsItsRank(Centers):
@@ -421,6 +461,10 @@ CASES: dict[str, dict[str, Any]] = {
     "assigned_buffer_in_training": case(partial(AssignsBuffer, True)),
     "writes_weights": case(WritesWeights, indices()),
     "centers": case(Centers),
+    "centers_all": case(CentersAll),
+    "recurrent": case(Recurrent),
+    "makes_parameters": case(MakesParameters),
+    "other_blocks": case(OtherBlocks),
     "knows_its_rank": case(KnowsItsRank),
     "wrong_order": case(WrongOrder),
     "scales_in_evaluation": case(ScalesInEvaluation),

@@ -38,6 +38,9 @@ PLANTED_MISTAKES: dict[str, tuple[str, list[str], str]] = {
     "statistics of the batch": ("centers", ["accumulation=2"], "depends on how it is divided"),
     "statistics of the batch in ddp": ("centers", ["parallel=ddp"], "depends on how it is divided"),
     "running statistics in training": ("assigned_buffer_in_training", ["parallel=ddp"], "later steps compute with"),
+    "the last batch of a process": ("recurrent", ["parallel=ddp"], "later steps compute with"),
+    "the last micro-batch": ("recurrent", ["accumulation=2"], "each forward pass changes last, with which"),
+    "parameters made in forward": ("makes_parameters", ["accumulation=2"], "makes parameters (scale)"),
     "power iterations": ("spectral_norm", ["accumulation=2"], "changes 2.parametrizations.weight.0._u, with which"),
     "power iterations of chunks": (
         "spectral_norm",
@@ -100,6 +103,8 @@ RIGHT: dict[str, list[str]] = {
         "parallel=pipeline parallel.schedule=zero_bubble",
     ],
     "experts": ["parallel=ddp accumulation=2", "parallel=fsdp accumulation=2"],
+    "centers_all": ["parallel=ddp", "parallel=fsdp"],
+    "other_blocks": ["parallel=fsdp"],
     "never_used": ["parallel=ddp optimizer.weight_decay=0.1", "parallel=fsdp optimizer.weight_decay=0.1"],
     "masked": ["parallel=ddp", "parallel=fsdp accumulation=2", "parallel=pipeline"],
     "masked_object": ["parallel=single"],

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import socket
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
@@ -82,6 +83,20 @@ def abort_process_group() -> None:
     if torch.distributed.is_initialized():
         torch_private.abort_process_group()
         _gloo_connections.clear()
+
+
+@contextmanager
+def no_process_group() -> Iterator[None]:
+    """A context in which there is no process group, also for code of the user that would gather tensors of others."""
+    group: Any = getattr(torch.distributed, "group", None)  # torch may be built without it
+    before = group and group.WORLD
+    try:
+        if before is not None:
+            group.WORLD = None
+        yield
+    finally:
+        if before is not None:
+            group.WORLD = before
 
 
 def fail_collectives() -> None:
