@@ -235,6 +235,9 @@ class Data(ABC):
     """The options of a data set; on resume, `changed` says to `refuse` or to `accept` other samples than before."""
 
     may_change_on_resume: ClassVar[tuple[str, ...]] = ()
+    keeps_double = False
+    """Whether inputs in float64 are not rounded; `Run` sets it for `precision=64`, before the data is loaded."""
+
     changed: Literal["refuse", "accept"] = field(default="refuse", kw_only=True)
 
     @classmethod

@@ -14,7 +14,7 @@ from torch.utils.data import Subset, default_collate
 from runner.config import functions
 from runner.config.errors import ABSENT, ConfigError, check, described
 from runner.data.base import Batch, Collated, CollatedBatch, DataError, Samples, may_be_tokens, shape_of
-from runner.data.forms import Arrays, needing_double, pair, singles
+from runner.data.forms import Arrays, pair, singles
 from runner.data.generators import generators_of, seed_all
 from runner.data.workers import Workers
 from runner.system.generators import seed_host, seeded
@@ -40,8 +40,8 @@ class BatchMaker:
 
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any] | None = None, is_divided: bool = True):
         self.dataset, self.collate, self.is_divided = dataset, collate, is_divided
-        self.doubles: set[str] | None = set()
-        """The names of inputs that stay in float64; None if the next batch tells."""
+        self.doubles: set[str] | None = None
+        """The names of inputs that stay in float64; None for all of them."""
         self.form: Any = Collated if not is_divided else Batch if collate is None else CollatedBatch
 
     def _batch(self, samples: list[Any], numbers: Iterable[int], seed: int, generators: list[Any]) -> tuple[Any, ...]:
@@ -70,12 +70,7 @@ class BatchMaker:
         why = f"its inputs or targets are {' and '.join(sorted(kinds))}"
         remedy = "return tensors, arrays or numbers, or define collate(samples)"
         check(not kinds or not self.is_divided, "data", name, why, remedy)  # a step may use texts, such as paths
-        return self._singles(inputs), targets
-
-    def _singles(self, inputs: Tree) -> Tree:
-        if self.doubles is None:
-            self.doubles = needing_double(inputs)
-        return singles(inputs, self.doubles)
+        return singles(inputs, self.doubles), targets
 
     def _divided(self, batch: Any, what: str, count: int) -> tuple[Tree, Any]:
         return pair(batch, what, type(self.dataset).__name__) if self.is_divided else (batch, count)
@@ -92,7 +87,7 @@ class BatchMaker:
         if not tensors_of(inputs):
             why = f"it returns no tensors{functions.place(self.collate)}"
             raise ConfigError("collate", ABSENT, why, "return tensors, of all samples in the list")
-        parts = self._singles(inputs), targets
+        parts = singles(inputs, self.doubles), targets
         return (*parts, len(samples)) if self.is_divided else parts
 
 
@@ -117,12 +112,11 @@ class Fetch(BatchMaker):
             samples = [self._sample(index, seed, generators) for index, seed in pairs]
             return self._batch(samples, job.indices, job.seeds[0], generators)
 
-    def some(self) -> tuple[Any, ...]:
-        """Return a few samples from the whole data set, which tell the `doubles`."""
-        self.doubles = None
+    def some(self) -> list[tuple[Any, ...]]:
+        """Return a batch of a few samples from the whole data set."""
         count = len(self.dataset)
         indices = [*range(0, count, -(-count // HASHED))]
-        return self(Job(indices, indices))
+        return [self(Job(indices, indices))]
 
     def _sample(self, index: int, seed: int, generators: list[Any]) -> Any:
         if self._may_draw:

@@ -6,10 +6,12 @@ or `label` is the target. So are arrays of all samples: (inputs, targets), or a 
 
 from __future__ import annotations
 
+import itertools
 import logging
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from numbers import Integral, Real
+from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -42,6 +44,8 @@ def is_pair(given: Any, is_divided: bool = True) -> bool:
         return False
     if all(isinstance(each, Dataset | DataLoader) for each in given):
         return True
+    if not is_divided and all(map(torch.is_tensor, given)) and len(given[0]) != len(given[1]):
+        return True  # no (inputs, targets)
     return isinstance(given, tuple) and (
         not _are_arrays(given)
         or all(_is_array_form(each) or (isinstance(each, Mapping) and not is_divided) for each in given)
@@ -146,8 +150,7 @@ def data_set(given: Any, is_divided: bool = True) -> Any:
         why = why if is_plain else f"the arrays have different lengths: {', '.join(map(str, lengths))}"
         remedy = "pass one target for each input" if lengths[0] else "pass samples; held-out ones are needed as well"
         check(lengths[0] > 0 and len({*lengths}) == 1, "", name, why, remedy)
-        doubles = needing_double(inputs)
-        return Arrays(singles(inputs, doubles), targets, _classes_of(of))
+        return Arrays(inputs, targets, _classes_of(of))
     if isinstance(given, Arrays):
         return given
     remedy = "pass data sets with __len__ and __getitem__, lists of (input, target), or tensors (inputs, targets)"
@@ -162,7 +165,9 @@ def data_set(given: Any, is_divided: bool = True) -> Any:
     is_iterator = isinstance(given, Iterator)
     check(not is_iterator, "", name, why, "yield the samples in __iter__ of a torch.utils.data.IterableDataset")
     is_map_style = hasattr(given, "__getitem__") and hasattr(given, "__len__")
-    check(is_map_style and not isinstance(given, tuple | dict | str), "", name, "it is no map-style data set", remedy)
+    more = ", and two of them as a tuple (training, held out)" * isinstance(given, tuple | dict | NoneType)
+    usable = is_map_style and not isinstance(given, tuple | dict | str)
+    check(usable, "", name, "it is no map-style data set", remedy + more)
     check(len(given) > 0, "", name, "it is empty", "pass one with samples")
     return given
 
@@ -209,8 +214,10 @@ def single(inputs: torch.Tensor) -> torch.Tensor:
     return inputs.float() if inputs.is_floating_point() else inputs
 
 
-def singles(inputs: Tree, doubles: Collection[str]) -> Tree:
-    """Return inputs, each as by `single`, but for those whose names are among `doubles`."""
+def singles(inputs: Tree, doubles: Collection[str] | None) -> Tree:
+    """Return inputs, each as by `single`, but for those whose names are among `doubles`; None are all of them."""
+    if doubles is None:
+        return inputs
     if not doubles:
         return map_tensors(single, inputs)
     names = iter([name for name, _ in leaves_of(inputs)])
@@ -222,12 +229,13 @@ def singles(inputs: Tree, doubles: Collection[str]) -> Tree:
     return map_leaves(converted, inputs)
 
 
-def needing_double(inputs: Tree) -> set[str]:
+def needing_double(batches: Iterable[Tree]) -> set[str]:
     """Return the names of inputs in float64, such as times in seconds, of which float32 would keep too few digits.
 
     They stay float64, as in plain PyTorch, where the network subtracts an offset, for example.
     """
-    found = {name for name, leaf in leaves_of(inputs) if isinstance(leaf, torch.Tensor) and _is_lost(leaf)}
+    leaves = itertools.chain.from_iterable(map(leaves_of, batches))
+    found = {name for name, leaf in leaves if isinstance(leaf, torch.Tensor) and _is_lost(leaf)}
     for name in found:
         text = "data: inputs%s stay in float64, as float32 would round them by more than a thousandth of their spread: "
         text += "subtract an offset from them, or let the network do it, and convert the difference"

@@ -21,6 +21,7 @@ import torch
 from runner.batching import MicroBatch
 from runner.config.errors import described
 from runner.data.fetch import HASHED, UserSamples
+from runner.data.forms import singles
 from runner.data.image_files import to_device
 from runner.data.stream_reader import Loaded, Mark, Reader, StreamJob
 from runner.data.workers import Workers, call_shared
@@ -44,9 +45,9 @@ class StreamSamples(UserSamples):
     """
 
     def __init__(self, reader: Reader, number: int, workers: Workers, content: str, most: int | None):
-        first = reader.tried[0].batch
-        assert first is not None
-        super().__init__(workers, content, reader, first)
+        assert reader.tried[0].batch is not None
+        inputs, *rest = reader.tried[0].batch  # which was read before the `doubles` were known
+        super().__init__(workers, content, reader, (singles(inputs, reader.doubles), *rest))
         self._load: Callable[[Any], Loaded] = partial(call_shared, number) if workers.count else reader
         self._reader, self._most = reader, most
         self._mark: Mark | None = None  # before the last batch that was taken

@@ -19,7 +19,7 @@ from runner.config.errors import ABSENT, check
 from runner.config.limits import PositiveInt, Range
 from runner.data.base import Data, Sampler, Samples, shard_bounds
 from runner.data.fetch import Fetch, Job, UserSamples, item, sha256
-from runner.data.forms import Arrays, class_names, data_set, is_pair, with_columns_of
+from runner.data.forms import Arrays, class_names, data_set, is_pair, needing_double, singles, with_columns_of
 from runner.data.generators import generators_of
 from runner.data.image_files import to_device
 from runner.data.memory import ArraySamples
@@ -69,14 +69,19 @@ class UserData(Data):
             why = "it is no function of a list of samples"
             check(collate is None or callable(collate), "collate", collate, why, "def collate(samples): …")
             if collate is None and all(type(each) is Arrays and each.is_divided for each in sets):
-                content = sha256([each[:] for each in sets])
-                train, held_out = (ArraySamples(each.inputs, each.targets, content=content) for each in sets)
+                needed = needing_double(each.inputs for each in sets)
+                rounded = [(singles(each.inputs, needed), each.targets) for each in sets]
+                content = sha256(rounded)
+                both = [(each.inputs, each.targets) for each in sets] if self.keeps_double else rounded
+                train, held_out = (ArraySamples(*each, content=content) for each in both)
             else:
                 kinds = [Reader if is_stream else Fetch for is_stream in streams]
                 fetches = [kind(each, collate, is_divided) for kind, each in zip(kinds, sets, strict=True)]
                 workers = Workers(self.workers, self.timeout, self.prefetch, fetches)  # before anything is read
-                content = sha256([fetch.some() for fetch in fetches])
-                doubles = set[str]().union(*(fetch.doubles or () for fetch in fetches))
+                batches = [batch for fetch in fetches for batch in fetch.some()]
+                needed = needing_double(inputs for inputs, *_ in batches)
+                content = sha256([(singles(inputs, needed), *rest) for inputs, *rest in batches])
+                doubles = None if self.keeps_double else needed
                 for fetch in fetches:
                     fetch.doubles = doubles
                 name, why = type(sets[0]).__name__, "it is also the held-out stream, and cannot be copied"
@@ -206,6 +211,7 @@ class DatasetSamples(UserSamples):
     def joined(self, other: Samples) -> Samples:
         assert isinstance(other, DatasetSamples)
         both = Fetch(Joined(self.fetch.dataset, other.fetch.dataset), self.fetch.collate, self.fetch.is_divided)
+        both.doubles = self.fetch.doubles
         return DatasetSamples(both, 0, Workers(0), self._content)
 
     def _read(self, jobs: Iterable[Job], device: torch.device) -> Iterator[Any]:

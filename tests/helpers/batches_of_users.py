@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -9,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 COUNT, HELD_OUT = 48, 18
 
@@ -191,6 +193,22 @@ def times() -> tuple[torch.Tensor, torch.Tensor]:
     return values + SECONDS, (values[:, 0] > 50).long()
 
 
+def tenths() -> tuple[torch.Tensor, torch.Tensor]:
+    """Return numbers that float32 would round."""
+    values = torch.rand(48, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return values + 0.1, (values[:, 0] > 0.5).long()
+
+
+class Stream(IterableDataset):
+    """Samples in an order of their own."""
+
+    def __init__(self, samples: Any):
+        self.samples = samples
+
+    def __iter__(self) -> Iterator[Any]:
+        return zip(*self.samples, strict=True)
+
+
 class OfComplex(nn.Linear):
     def __init__(self) -> None:
         super().__init__(3, 1, dtype=torch.complex64)
@@ -207,6 +225,7 @@ def distance(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 NUMBERS: dict[str, dict[str, Any]] = {
     "times": {"model": Times, "samples": times, "loss": cross_entropy},
+    "tenths": {"model": partial(nn.Linear, 3, 2), "samples": tenths, "loss": cross_entropy},
     "waves": {"model": OfComplex, "samples": waves, "loss": distance},
 }
 """Networks for numbers that are no float32, with functions that make their samples."""

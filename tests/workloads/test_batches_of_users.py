@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.batches_of_users import CASES, NUMBERS, Graphs, data
+from helpers.batches_of_users import CASES, NUMBERS, Graphs, Stream, data
 from helpers.compose import compose_config
 from helpers.plain_loop import largest_difference, weights_at
 from helpers.strange_networks import CPU, PLAIN, trained_with
@@ -99,14 +99,21 @@ def test_a_network_is_called_with_one_argument_only_if_it_takes_no_more():
     assert call(lambda *inputs: inputs, (1, 2)) == (1, 2)
 
 
-@pytest.mark.parametrize("mode", ["", "accumulation=2", "parallel=ddp"])
-@pytest.mark.parametrize("form", [tuple, lambda samples: [*zip(*samples, strict=True)]], ids=["arrays", "samples"])
-@pytest.mark.parametrize("name", NUMBERS)
+FORMS = {"arrays": tuple, "samples": lambda samples: [*zip(*samples, strict=True)], "stream": Stream}
+
+
+@pytest.mark.parametrize(
+    ("name", "form", "mode"),
+    [
+        *((n, f, mode) for n in ("times", "waves") for f in FORMS for mode in ("accumulation=2", "parallel=ddp")),
+        *((n, f, "precision=64") for n in ("times", "tenths") for f in FORMS),
+    ],
+)
 def test_numbers_that_are_no_float32_are_those_of_a_plain_loop(name, form, mode, ranks, tmp_path):
     """Times in seconds keep their digits, as in plain PyTorch, and complex targets their imaginary part."""
     case = NUMBERS[name]
     inputs, targets = case["samples"]()
-    samples = form((inputs, targets))
+    samples = FORMS[form]((inputs, targets))
     parts = {"model": case["model"], "data": (samples, samples), "loss": case["loss"]}
     options = [each for each in OPTIONS if not each.startswith("precision=")]
     config = compose_config(*user_code.passed(**parts).added_to([*options, "optimizer.lr=0.05", *mode.split()]))
@@ -114,8 +121,11 @@ def test_numbers_that_are_no_float32_are_those_of_a_plain_loop(name, form, mode,
     assert not isinstance(result, str), result
     torch.manual_seed(derive(0, "weights"))
     model: nn.Module = case["model"]()
+    is_double = mode == "precision=64"
+    model = model.double() if is_double else model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     order = torch.randperm(48, generator=torch.Generator().manual_seed(derive(0, "order", 0)))
+    order = torch.arange(48) if form == "stream" else order
     for rows in order.split(BATCH):
         optimizer.zero_grad()
         case["loss"](model(inputs[rows]), targets[rows]).backward()
@@ -124,6 +134,6 @@ def test_numbers_that_are_no_float32_are_those_of_a_plain_loop(name, form, mode,
         map_tensors(lambda each: torch.view_as_real(each) if each.is_complex() else each, dict(weights))
         for weights in (weights_at(tmp_path, STEPS), model.state_dict())
     )
-    assert largest_difference(got, wanted) < 1e-6
+    assert largest_difference(got, wanted) < (1e-13 if is_double else 1e-6)
     with torch.no_grad():
         assert result.metrics["eval/loss"] == pytest.approx(float(case["loss"](model(inputs), targets)), rel=1e-5)
