@@ -18,8 +18,8 @@ from runner.storage.value_checks import UnexpectedContentError
 
 _PLAIN = (bool, int, float, str, type(None))
 _MAX_NUMBERS = 1 << 20  # in a tensor that an evaluation copies, so that it changes nothing of it
-OF_TORCH = {*vars(torch.nn.Module())}
-"""The attributes that each module has: its mode, hooks, parameters and buffers."""
+OF_TORCH = {*vars(torch.nn.Module()), "__deepcopy__"}
+"""The attributes that each module has: its mode, hooks, parameters and buffers; and what copies a sharded one."""
 
 
 def plain_values(module: torch.nn.Module) -> dict[str, Any]:

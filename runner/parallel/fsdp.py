@@ -14,11 +14,14 @@ import torch
 from torch import nn
 
 from runner.batching import MicroBatch, Plan
+from runner.config import user_code
 from runner.config.errors import check
+from runner.config.hooks import Hooks
 from runner.data.base import copied
 from runner.parallel.batch_norm import convert_sync_batch_norm
 from runner.parallel.collectives import Collectives
 from runner.parallel.compiling import compile_in_place, modules_of_blocks, refuse_step
+from runner.parallel.full_state import blank_copy, whole_copy
 from runner.parallel.multiprocess import MultiProcess, Within, finds_unused
 from runner.parallel.session import Session
 from runner.system.trees import map_tensors
@@ -62,7 +65,13 @@ class FSDP(MultiProcess):
 
     def _place(self, model: torch.nn.Module, session: Session) -> torch.nn.Module:
         from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+        from torch.distributed.fsdp import (
+            CPUOffloadPolicy,
+            FSDPModule,
+            MixedPrecisionPolicy,
+            OffloadPolicy,
+            fully_shard,
+        )
 
         device = session.device
         if session.channels_last:  # images only: FSDP2 cannot shard weights in this memory format
@@ -82,6 +91,7 @@ class FSDP(MultiProcess):
             check(parameter.dim() > 0, "parallel", "fsdp", f"parameter {name}: {why}", remedy)
         # A step of a user's may call parts of the network by themselves, for which FSDP would gather no parameters.
         self._root = root = Within(model) if session.workload.has_steps else model
+        blank = blank_copy(model) if any(map(user_code.find, Hooks._fields)) else None
         for unit in (*units, root):
             # By default, FSDP does not reshard the root's own parameters, because the backward pass needs them first.
             reshard = self.reshard_after_forward and unit is not root
@@ -95,6 +105,10 @@ class FSDP(MultiProcess):
             dtype = session.precision.compute_dtype(device) if _is_rounded_by_autocast(unit, others) else None
             policy = MixedPrecisionPolicy(dtype, dtype and torch.float32, cast_forward_inputs=False)
             fully_shard(unit, reshard_after_forward=reshard, mp_policy=policy, **options)
+        for name, module in model.named_modules():  # which FSDP refuses to copy, as a hook does that averages weights
+            is_sharded = module is model or isinstance(module, FSDPModule)
+            if blank is not None and is_sharded:
+                vars(module)["__deepcopy__"] = partial(whole_copy, blank.get_submodule(name), module)
         self._gathered, self._others, self._seen = GatheredParameters(model, hooks), (), None
         for unit in (*units, root):  # after FSDP's own hook, which gathers the parameters
             unit.register_forward_pre_hook(self._gathered.watch)

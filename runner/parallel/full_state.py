@@ -6,6 +6,7 @@ benchmarks/NOTES.md explains why this file does not use `torch.distributed.check
 from __future__ import annotations
 
 import copy
+import logging
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,9 @@ import torch
 
 from runner.storage.state_dict import fit_buffers, fitted, with_versions
 from runner.storage.value_checks import TensorSpec, UnexpectedContentError, check_like, is_finite
+from runner.system.trees import map_tensors, tensors_of
+
+log = logging.getLogger(__name__)
 
 _PROBE = (3, 5)  # the shape of a test parameter: a state tensor of this shape must have it from the parameter
 
@@ -158,13 +162,37 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 def shard_like(like: Any, tensor: Any) -> Any:
     """Return the full `tensor`, sharded in the same way as `like`; other values as they are."""
-    if not hasattr(like, "device_mesh"):
+    if not _is_shard(like):
         return tensor
     from torch.distributed.tensor import distribute_tensor
 
     mesh, placements = like.device_mesh, like.placements
     # Every process has read the full tensor from the checkpoint, so nothing has to be sent.
     return distribute_tensor(tensor.to(like.device), mesh, placements, src_data_rank=None)
+
+
+def blank_copy(module: torch.nn.Module) -> torch.nn.Module | None:
+    """Return a copy of `module` whose parameters and buffers have no values; None if it cannot be copied."""
+    blank = {
+        id(p): torch.nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in module.parameters()
+    }
+    try:
+        return copy.deepcopy(module, blank | {id(b): torch.empty_like(b, device="meta") for b in module.buffers()})
+    except Exception as error:  # of any type: it holds a lock, for example
+        log.debug("%s cannot be copied", type(module).__name__, exc_info=error)
+        return None
+
+
+def whole_copy(blank: torch.nn.Module, module: Any, _: Any = None) -> torch.nn.Module:
+    """Return a copy of `module` that is not sharded, in the form of its `blank_copy`; called on every rank."""
+    parameters = {name: full_tensor(each.detach()).clone() for name, each in module.named_parameters()}
+    whole = {id(p): torch.nn.Parameter(parameters[name], p.requires_grad) for name, p in blank.named_parameters()}
+    buffers = dict(module.named_buffers())
+    return copy.deepcopy(blank, whole | {id(b): buffers[name].clone() for name, b in blank.named_buffers()})
+
+
+def _is_shard(tensor: Any) -> bool:
+    return hasattr(tensor, "device_mesh")
 
 
 def _state_of(parameter: torch.nn.Parameter, state: dict[str, Any]) -> dict[str, Any]:
@@ -182,14 +210,29 @@ def _state_of(parameter: torch.nn.Parameter, state: dict[str, Any]) -> dict[str,
 
 
 def writing_shards(hook: Callable[..., object]) -> Callable[..., object]:
-    """Return `hook`, in which `parameter.data = value`, as of an averaged teacher, writes shards: torch drops it."""
+    """Return `hook`, in which shards and full tensors, as of an averaged teacher, can be used together.
+
+    Full tensors are divided as a shard of their shape, if one comes first, which may be written; otherwise, shards are
+    gathered. `parameter.data = value`, which torch drops, writes them.
+    """
     assign: Any = torch.Tensor.data
 
     class WritesShards(torch.overrides.TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if func == assign.__set__ and hasattr(args[0], "device_mesh"):
+            tensors = [each for each in tensors_of((args, kwargs or {})) if each.dim()]
+            shards = {each.shape: each for each in tensors if _is_shard(each)}
+            given = args, kwargs or {}
+            if 0 < sum(map(_is_shard, tensors)) < len(tensors):
+                if not _is_shard(tensors[0]):
+                    given = map_tensors(full_tensor, given)
+                elif all(each.shape in shards for each in tensors):
+                    given = map_tensors(
+                        lambda each: each if _is_shard(each) else shard_like(shards.get(each.shape), each), given
+                    )
+            args, kwargs = given
+            if func == assign.__set__ and _is_shard(args[0]):
                 return args[0].detach().copy_(args[1])
-            return func(*args, **kwargs or {})
+            return func(*args, **kwargs)
 
     def called(*arguments: Any) -> object:
         with WritesShards():

@@ -1,5 +1,6 @@
 """Tests of FSDP: the shards of each process, the communication in a step, and tied weights."""
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,8 @@ import torch
 from helpers.compose import TINY_CPU, build_composed_run, compose_config
 from helpers.plain_loop import PLAIN_LOOP_OVERRIDES, largest_difference, weights_at
 from helpers.ranks import connected_session
-from helpers.strange_networks import CASES, CPU, PLAIN, Teacher, trained_with
+from helpers.strange_networks import CASES, CPU, PLAIN, Teacher, made_once, tanh, trained_with
+from torch.optim.swa_utils import AveragedModel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from runner.config.user_code import passed
@@ -196,17 +198,32 @@ class Taught(Teacher):
         return self.layers(x) + 0.5 * self.teacher(x)
 
 
-def averages(state: Any) -> None:
-    for mine, average in zip(state.model.layers.parameters(), state.model.teacher.parameters(), strict=True):
-        average.data = average.data * 0.5 + mine.data * 0.5
+class AveragesByHook:
+    """The hook also averages in a module of the file, and in copies of the network, and pulls the weights to both."""
+
+    outside: Any = None
+    copied: Any = None
+
+    def __call__(self, state: Any) -> None:
+        model = state.model
+        self.outside = self.outside or made_once(tanh).double().requires_grad_(False)  # in each process its own
+        for mine, average in zip(model.layers.parameters(), model.teacher.parameters(), strict=True):
+            average.data = average.data * 0.5 + mine.data * 0.5
+        self.copied = self.copied or AveragedModel(model)
+        self.copied.update_parameters(model)
+        outputs = self.copied(torch.ones(2, 6, dtype=torch.float64)).mean()
+        with torch.no_grad():
+            for q, p, r in zip(self.outside.parameters(), model.parameters(), self.copied.parameters(), strict=False):
+                q.mul_(0.9).add_(p, alpha=0.1)
+                p.lerp_(q, 0.1).add_(copy.deepcopy(r), alpha=float(outputs))
 
 
-def test_a_hook_that_assigns_the_data_of_parameters_writes_their_shards(ranks, tmp_path):
-    parts = {**CASES["plain"], "model": Taught, "after_step": averages}
+def test_a_hook_under_fsdp_computes_with_shards_and_whole_tensors(ranks, tmp_path):
+    parts = {**CASES["plain"], "model": Taught}
     words = [*CPU, *PLAIN, "steps=3", "save_every=0"]
     for mode, size in (("single", 1), ("fsdp", 2)):
-        config = compose_config(*passed(**parts).added_to([*words, f"parallel={mode}"]))
+        config = compose_config(*passed(**parts, after_step=print).added_to([*words, f"parallel={mode}"]))
         (tmp_path / mode).mkdir()
-        ranks(size).call_on_all(trained_with, parts, config, tmp_path / mode)
+        ranks(size).call_on_all(trained_with, {**parts, "after_step": AveragesByHook()}, config, tmp_path / mode)
     weights = [weights_at(tmp_path / mode, 3) for mode in ("single", "fsdp")]
     assert largest_difference(*weights) < 1e-12
