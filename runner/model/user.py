@@ -52,8 +52,15 @@ class UserModel(Model):
 
 
 def _checked(model: torch.nn.Module) -> torch.nn.Module:
+    why, remedy = (
+        "it is compiled by torch.jit, which takes no hooks",
+        "return the module itself; compile=true compiles it",
+    )
+    check(not isinstance(model, torch.jit.ScriptModule), "", type(model).__name__, why, remedy)
     if (plain := getattr(model, "_orig_mod", None)) is None:
         its = {id(parameter) for parameter in model.parameters()}
+        with user_code.errors_of("model"):
+            model.train(model.training)  # which what `torch.export` returns cannot
         left = [n for n, p in torch.nn.Module.named_parameters(model) if p.requires_grad and id(p) not in its]
         why = f"its method parameters() leaves out {', '.join(left[:1])}, and what requires gradients is trained"
         remedy = "requires_grad_(False) for those that are not, or model.freeze=[…], in place of the method"

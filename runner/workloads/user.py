@@ -69,7 +69,9 @@ class UserWorkload(UserCodeWorkload, CrossEntropyWorkload[Samples]):
         functions.check_order("loss", self._loss)
         if isinstance(given, torch.nn.Module):
             trained, name = any(each.requires_grad for each in given.parameters()), type(given).__name__
-            check(not trained, "loss", name, "its parameters would not be trained", "make them a part of the model")
+            remedy = f'def model(): return nn.ModuleDict({{"net": …, "loss": {name}(…)}}), and in place of loss: '
+            remedy += 'def training_step(model, batch): return model["loss"](model["net"](batch[0]), batch[1])'
+            check(not trained, "loss", name, "its parameters would not be trained", remedy)
         why, name = "the targets are numbers", getattr(given, "__name__", type(given).__name__)
         if given is not None:
             why = f"it is an option of the default loss, and loss is {name}"

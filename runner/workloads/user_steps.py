@@ -84,8 +84,8 @@ class UserSteps(UserCodeWorkload):
         before = _gradients(model) if is_first else []
         returned = step(model, _as_trained(model, _given(batch)))
         if is_first:
-            why = f"it calls backward(){functions.place(step)}"
-            remedy = "leave it out: the run calls it with the loss that is returned"
+            why = f"it calls backward(){functions.place(step)}, or, with parallel=fsdp, torch.autograd.grad"
+            remedy = "leave backward() out: the run calls it with the loss that is returned; or parallel=ddp"
             check(_gradients(model) == before, key, ABSENT, why, remedy)
         found = self._losses(key, step, returned, batch)
         form = found.checked_form(self._forms.get(self.phase), step)
