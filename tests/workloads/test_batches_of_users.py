@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import default_collate
 
+import runner
 from runner.config import user_code
 from runner.seeds import derive
 from runner.system.trees import call, map_tensors
@@ -137,3 +139,59 @@ def test_numbers_that_are_no_float32_are_those_of_a_plain_loop(name, form, mode,
     assert largest_difference(got, wanted) < (1e-13 if is_double else 1e-6)
     with torch.no_grad():
         assert result.metrics["eval/loss"] == pytest.approx(float(case["loss"](model(inputs), targets)), rel=1e-5)
+
+
+class Texts(nn.Module):
+    """A classifier of texts of any length, which what they are padded with does not change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.linear = nn.Embedding(9, 4, padding_idx=0), nn.Linear(4, 3, bias=False)
+        self.total, self.head = Total(), nn.Linear(3, 3)
+
+    def blocks(self) -> list[tuple[str, nn.Module]]:
+        return [*self.named_children()]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.total(self.linear(self.embedding(x))))
+
+
+class Total(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.sum(1)
+
+
+def padded(samples: list[Any]) -> Any:
+    texts, targets = zip(*samples, strict=True)
+    return nn.utils.rnn.pad_sequence(texts, batch_first=True), torch.tensor(targets)
+
+
+def texts(shortest: int) -> Any:
+    """Return 48 texts of 7 tokens, of which the last ones are shorter, and 11 held-out ones of 2 to 6 tokens."""
+    tokens = torch.randint(1, 9, (59, 7), generator=torch.Generator().manual_seed(0))
+    lengths = [*[7] * 47, shortest, *[2 + number % 5 for number in range(11)]]
+    samples = [(text[:length], int(text.sum()) % 3) for text, length in zip(tokens, lengths, strict=True)]
+    return samples[:48], samples[48:]
+
+
+TEXTS = {"model": Texts, "collate": padded, "data": partial(texts, 7)}
+
+
+@pytest.mark.parametrize("mode", ["parallel.cuts=[total]", "parallel.cuts=[linear] parallel.engine=streams"])
+def test_a_pipeline_evaluates_batches_of_other_shapes_than_it_trains(mode, ranks, tmp_path):
+    parts = TEXTS | {"data": TEXTS["data"]()}
+    config = compose_config(*user_code.passed(**parts).added_to([*OPTIONS, "parallel=pipeline", *mode.split()]))
+    result = ranks(1 + ("streams" not in mode)).call_on_all(trained_with, parts, config, tmp_path)[0]
+    assert not isinstance(result, str), result
+    weights, loss = plain(TEXTS)
+    assert largest_difference(weights_at(tmp_path, STEPS), weights) < 1e-12
+    assert result.metrics["eval/loss"] == pytest.approx(loss, rel=1e-6)
+
+
+def test_a_pipeline_of_processes_refuses_to_train_batches_of_several_shapes(tmp_path):
+    samples = [(text[: 2 + number % 5], target) for number, (text, target) in enumerate(texts(7)[0])]
+    mode = ["parallel=pipeline", "parallel.cuts=[linear]", "batch_size=2", f"output_root={tmp_path}"]
+    with pytest.raises(
+        runner.ConfigError, match=r"returns the shape \[\d, 4\] for a sample, and \[\d, 4\] in the first"
+    ):
+        runner.train([*OPTIONS, *mode], model=Texts, collate=padded, data=(samples, samples))

@@ -11,6 +11,7 @@ from torch import distributed as dist
 from torch.distributed import pipelining
 
 from runner.batching import Plan
+from runner.config.errors import check
 from runner.data.base import copied
 from runner.parallel.collectives import bytes_of
 from runner.parallel.pipelining.partition import BlockProfile
@@ -26,6 +27,9 @@ _CLASSES: dict[str, Any] = {
     "interleaved_1f1b": pipelining.ScheduleInterleaved1F1B,
     "zero_bubble": pipelining.ScheduleInterleavedZeroBubble,
 }
+
+_MAX_DIMENSIONS = 16
+"""The most dimensions of the activations between stages."""
 
 
 class ProcessEngine:
@@ -94,9 +98,7 @@ class ProcessEngine:
         count = num_rows(inputs)
         self._announced(count)
         self._forward(count, inputs)
-        outputs = self.activations[-1].empty(count, self.device)
-        dist.recv(outputs, self._rank_of(self.num_stages - 1))
-        return outputs
+        return self._received(self.num_stages - 1)
 
     def serve(self) -> None:
         """Compute what rank 0 asks for with `infer`, until it calls `serve` itself; called on every rank."""
@@ -115,20 +117,34 @@ class ProcessEngine:
         for start in range(0, count, self.size):
             stop = min(start + self.size, count)
             for number, stage in self.stages.items():
-                if number == 0:
-                    x = stage(rows_of(inputs, start, stop))
-                else:
-                    x = self.activations[number - 1].empty(stop - start, self.device)
-                    dist.recv(x, self._rank_of(number - 1))
-                    x = stage(x)
+                x = stage(rows_of(inputs, start, stop)) if number == 0 else stage(self._received(number - 1))
                 if number == self.num_stages - 1:
                     outputs.append(x.contiguous())
                 else:
-                    sent.append((dist.isend(x, self._rank_of(number + 1)), x))  # `x` is kept until it is sent
+                    sent += self._begin_to_send(x, self._rank_of(number + 1))
         if self.has_last:
-            dist.send(torch.cat(outputs) if outputs else self.activations[-1].empty(0, self.device), 0)
+            sent += self._begin_to_send(
+                torch.cat(outputs) if outputs else self.activations[-1].empty(0, self.device), 0
+            )
         for work, _ in sent:
             work.wait()
+
+    def _begin_to_send(self, x: torch.Tensor, rank: int) -> list[tuple[Any, torch.Tensor]]:
+        """Begin to send `x` after its shape; return what to wait for, with the tensors, which are kept until then.
+
+        The shape may differ from that in training: texts, for example, are as long as the longest of their batch.
+        """
+        shape = torch.tensor([*x.shape, *[-1] * (_MAX_DIMENSIONS - x.dim())])  # on the CPU: over gloo, for any device
+        return [(dist.isend(each, rank), each) for each in (shape, x)]
+
+    def _received(self, number: int) -> torch.Tensor:
+        """Return the outputs of stage `number`, in another process, for a chunk or, of the last stage, for all."""
+        shape = torch.empty(_MAX_DIMENSIONS, dtype=torch.int64)
+        dist.recv(shape, self._rank_of(number))
+        sizes = [size for size in shape.tolist() if size >= 0]
+        x = torch.empty(sizes, dtype=self.activations[number].dtype, device=self.device)
+        dist.recv(x, self._rank_of(number))
+        return x
 
     def _rank_of(self, number: int) -> int:
         return number % dist.get_world_size()
@@ -154,7 +170,18 @@ class _TimedStage(pipelining.PipelineStage):
     def forward_one_chunk(self, fwd_chunk_id: int, *arguments: Any, **options: Any) -> Any:
         self._engine.chunk = fwd_chunk_id
         with self._timeline.span(self.stage_index, "forward", fwd_chunk_id, self.device):
-            return super().forward_one_chunk(fwd_chunk_id, *arguments, **options)
+            outputs = super().forward_one_chunk(fwd_chunk_id, *arguments, **options)
+        if not self.is_last:
+            self._check_shape(outputs)
+        return outputs
+
+    def _check_shape(self, outputs: torch.Tensor) -> None:
+        """Raise a `ConfigError` if the next process cannot take `outputs`: its buffers have the shape of the first."""
+        name, _, shape, _ = self._engine.activations[self.stage_index]
+        why = f"{name} returns the shape {[*outputs.shape[1:]]} for a sample, and {[*shape]} in the first batch; "
+        why += "between processes, it has to stay the same"
+        remedy = "let collate pad all batches to one length, or take parallel.engine=streams"
+        check(outputs.shape[1:] == shape, "parallel", "pipeline", why, remedy)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *arguments: Any, **options: Any) -> Any:
         with self._timeline.span(self.stage_index, "backward", bwd_chunk_id, self.device):
