@@ -100,7 +100,6 @@ def _append(name: str, line: str) -> None:
 def install() -> None:
     """Wrap functions of a run, in this process, all that are forked from it, and the ranks that it starts."""
     import runner.api.run_job
-    import runner.state
     import runner.training
     from runner.data.built_in import Digits
     from runner.data.memory import TensorSamples
@@ -115,7 +114,7 @@ def install() -> None:
         (runner.training, "loop", "training"),
         (runner.training, "log_training", "log"),
         (runner.training, "evaluate", "evaluation"),
-        (runner.state.State, "save", "save"),
+        (runner.training, "save", "save"),
         (EventFile, "add", "event"),
     ):
         setattr(owner, name, _with_points(getattr(owner, name), lambda *_, point=point, **__: point))

@@ -77,7 +77,7 @@ def test_other_images_are_refused_until_they_are_accepted_for_one_session(photos
     assert "18 training and 6 held-out samples then" in error.why
     resume = f"resume={photos}"
     assert runner.train([resume, "steps=6", "data.changed=accept"]).steps == 6
-    assert "WARNING runner.state: the data has changed" in (photos / "log.txt").read_text()
+    assert "WARNING runner.saved_state: the data has changed" in (photos / "log.txt").read_text()
     assert runner.train([resume, "steps=7"]).steps == 7, "they are now the samples of the checkpoint"
     write_photo("photos/berry/99.png", 100)
     assert refusal(photos).key == "data", "the saved config accepts nothing"
