@@ -202,7 +202,8 @@ def record(
     ours = {(name, session.rank): buffer.cpu() for name, buffer in state.model.named_buffers()}
     others = leaves_of({"attributes": state.modules.plain_values(), "code": state.code.changed()})
     kept = {name: each for name, each in others if isinstance(each, torch.Tensor | int | float)}
-    of_ranks = collectives.gather_to_rank0(ours | {(n, session.rank): torch.as_tensor(t) for n, t in kept.items()})
+    ours |= {(name, session.rank): _as_tensor(each) for name, each in kept.items()}
+    of_ranks = collectives.gather_to_rank0(ours)
     tensors["buffers of ranks"] = {f"{name} of rank {rank}": each for (name, rank), each in of_ranks.items()}
     whole = {name: full_tensor(gradient).cpu() for name, gradient in gradients.items()}
     tensors["gradients"] = collectives.gather_to_rank0(whole)
@@ -229,6 +230,13 @@ def record(
     of_steps = zip(*(steps for _, steps in of_shards), strict=True)
     in_order = [sorted(chain.from_iterable(parts)) for parts in of_steps]
     return Steps(in_order, tensors, expected, "", draws, sorted(written), sorted(replaced))
+
+
+def _as_tensor(value: torch.Tensor | float) -> torch.Tensor:
+    """Return `value` on the CPU; of an integer, which may be of any size, the last digits."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu()
+    return torch.tensor(value % 2**62 if isinstance(value, int) else value)
 
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:

@@ -319,7 +319,7 @@ class FillsTable(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = chain(nn.Tanh())
+        self.layers, self.seed = chain(nn.Tanh()), 2**64 - 1  # beyond int64, as a seed may be
         self.register_buffer("table", torch.zeros(0), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
