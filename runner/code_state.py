@@ -86,12 +86,14 @@ class CodeState:
 
     def marks(self) -> dict[str, Any]:
         """Return what tells whether values have changed, by name."""
-        return {name: mark(place.get()) for name, place in self._places(self._roots).items()}
+        return {name: mark(value) for name, value in self._values().items()}
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the values that are tensors by name."""
-        found = {name: place.get() for name, place in self._places(self._roots).items()}
-        return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
+        return {name: value for name, value in self._values().items() if isinstance(value, torch.Tensor)}
+
+    def _values(self) -> dict[str, Any]:
+        return {name: place.get() for name, place in self._places(self._roots).items()}
 
     def _places(self, roots: Mapping[str, Any], holders: dict[str, dict[str, Any]] | None = None) -> dict[str, Place]:
         found = {place.name: place for place in places(roots, holders)}

@@ -32,6 +32,9 @@ class Precision:
     tolerance: ClassVar[float] = 1e-6
     """The largest relative difference of weights, after a few steps, to expect between a mode and a single device."""
 
+    keeps_double: ClassVar[bool] = False
+    """Whether inputs in float64 are not rounded to float32."""
+
     def check_device(self, device: torch.device) -> None:
         """Raise a `ConfigError` if `device` does not support this precision."""
 
@@ -120,13 +123,14 @@ class Double(Precision):
 
     description: ClassVar[str] = "float64"
     tolerance: ClassVar[float] = 1e-13
+    keeps_double: ClassVar[bool] = True
 
     def check_device(self, device: torch.device) -> None:
         supported = device.type == "cpu" or accelerator.has_float64(device)
         check(supported, "precision", "64", f"{device} has no float64", "choose device=cpu or precision=32")
 
     def convert(self, model: torch.nn.Module) -> torch.nn.Module:
-        # Every data set yields float32 inputs; a hook of the model converts them in all parallel modes.
+        # Data sets may yield float32 inputs; a hook of the model converts them in all parallel modes.
         model.register_forward_pre_hook(_inputs_to_double, with_kwargs=True)
         return model.double()
 

@@ -32,7 +32,7 @@ from runner.optimizer import Optimizer
 from runner.parallel.base import Parallel
 from runner.parallel.collectives import Collectives
 from runner.parallel.session import Session
-from runner.precision import Double, Precision
+from runner.precision import Precision
 from runner.profiler import Profiler
 from runner.schedule import Schedule, with_function
 from runner.stop import Stop
@@ -154,7 +154,7 @@ class Run:
         self.workload.check_plan(session.plan)
         self.precision.check_device(session.device)
         if isinstance(data := getattr(self.workload, "data", None), Data):
-            data.keeps_double = isinstance(self.precision, Double)
+            data.keeps_double = self.precision.keeps_double
         load()
         self.parallel.check(session)
         return session

@@ -236,7 +236,7 @@ class Data(ABC):
 
     may_change_on_resume: ClassVar[tuple[str, ...]] = ()
     keeps_double = False
-    """Whether inputs in float64 are not rounded; `Run` sets it for `precision=64`, before the data is loaded."""
+    """That of the precision, which `Run` sets before the data is loaded."""
 
     changed: Literal["refuse", "accept"] = field(default="refuse", kw_only=True)
 

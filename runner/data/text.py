@@ -299,10 +299,9 @@ def _drawn(documents: list[Segment], holdout: float) -> tuple[list[Segment], lis
     if share > wanted / 2:
         number = min(train, key=lambda number: documents[number].length)
         position = documents[number].length - share
+        # Not inside of a letter, of which all bytes but the first have these bits in UTF-8.
         before = documents[number].read(max(0, position - 3), position + 1).tolist()[::-1]
-        position -= next(
-            (count for count, byte in enumerate(before) if byte & 0xC0 != 0x80), 0
-        )  # not inside of a letter
+        position -= next((count for count, byte in enumerate(before) if byte & 0xC0 != 0x80), 0)
         [train[number]], [held[number]] = _cut([documents[number]], position)
     return [*train.values()], [held[number] for number in sorted(held)]
 

@@ -53,7 +53,7 @@ class UserModel(Model):
 
 def _checked(model: torch.nn.Module) -> torch.nn.Module:
     why, remedy = (
-        "it is compiled by torch.jit, which takes no hooks",
+        "torch.jit has compiled it, so that it takes no hooks",
         "return the module itself; compile=true compiles it",
     )
     check(not isinstance(model, torch.jit.ScriptModule), "", type(model).__name__, why, remedy)

@@ -105,10 +105,11 @@ class FSDP(MultiProcess):
             dtype = session.precision.compute_dtype(device) if _is_rounded_by_autocast(unit, others) else None
             policy = MixedPrecisionPolicy(dtype, dtype and torch.float32, cast_forward_inputs=False)
             fully_shard(unit, reshard_after_forward=reshard, mp_policy=policy, **options)
-        for name, module in model.named_modules():  # which FSDP refuses to copy, as a hook does that averages weights
-            is_sharded = module is model or isinstance(module, FSDPModule)
-            if blank is not None and is_sharded:
-                vars(module)["__deepcopy__"] = partial(whole_copy, blank.get_submodule(name), module)
+        # FSDP refuses to copy what it shards, as a hook does that averages weights.
+        for name, part in blank.named_modules() if blank is not None else ():
+            module = model.get_submodule(name)
+            if module is model or isinstance(module, FSDPModule):
+                vars(module)["__deepcopy__"] = partial(whole_copy, part, module)
         self._gathered, self._others, self._seen = GatheredParameters(model, hooks), (), None
         for unit in (*units, root):  # after FSDP's own hook, which gathers the parameters
             unit.register_forward_pre_hook(self._gathered.watch)

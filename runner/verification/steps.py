@@ -199,11 +199,7 @@ def record(
     draws = bool(before and drawn_since(before[0], session.devices))
 
     tensors = {"loss": losses}
-    ours = {(name, session.rank): buffer.cpu() for name, buffer in state.model.named_buffers()}
-    others = leaves_of({"attributes": state.modules.plain_values(), "code": state.code.changed()})
-    kept = {name: each for name, each in others if isinstance(each, torch.Tensor | int | float)}
-    ours |= {(name, session.rank): _as_tensor(each) for name, each in kept.items()}
-    of_ranks = collectives.gather_to_rank0(ours)
+    of_ranks = collectives.gather_to_rank0({(name, session.rank): each for name, each in _kept(state).items()})
     tensors["buffers of ranks"] = {f"{name} of rank {rank}": each for (name, rank), each in of_ranks.items()}
     whole = {name: full_tensor(gradient).cpu() for name, gradient in gradients.items()}
     tensors["gradients"] = collectives.gather_to_rank0(whole)
@@ -232,11 +228,15 @@ def record(
     return Steps(in_order, tensors, expected, "", draws, sorted(written), sorted(replaced))
 
 
-def _as_tensor(value: torch.Tensor | float) -> torch.Tensor:
-    """Return `value` on the CPU; of an integer, which may be of any size, the last digits."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().cpu()
-    return torch.tensor(value % 2**62 if isinstance(value, int) else value)
+def _kept(state: State) -> Tensors:
+    """Return what this process keeps for its next steps, on the CPU by name: buffers, attributes, variables of code.
+
+    Of an integer, which may be of any size, these are the last digits.
+    """
+    others = dict(leaves_of({"attributes": state.modules.plain_values(), "code": state.code.changed()}))
+    values = {name: value % 2**62 if isinstance(value, int) else value for name, value in others.items()}
+    numbers = {name: value for name, value in values.items() if isinstance(value, torch.Tensor | int | float)}
+    return {n: torch.as_tensor(v).detach().cpu() for n, v in (dict(state.model.named_buffers()) | numbers).items()}
 
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:

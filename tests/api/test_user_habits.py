@@ -388,6 +388,8 @@ def test_folders_beside_a_file_may_be_called_as_those_of_this_repository(tmp_pat
     lines += ["from tests.theirs import TensorDataset, tensors", "data = TensorDataset(*tensors(SIZE))"]
     (theirs / "mine.py").write_text("\n".join(lines))
     run_successfully(tmp_path / "elsewhere", f"workload={theirs}/mine.py", *SHORT, DDP)
+    [log] = (tmp_path / "elsewhere").glob("outputs/*/*/log.txt")
+    assert "12 training and 3 held-out samples" in log.read_text(), "of the 15 that models/resnet.py says"
 
 
 def test_a_training_step_of_a_network_is_said_not_to_be_called(capfd):

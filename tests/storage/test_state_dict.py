@@ -70,8 +70,11 @@ def test_initial_weights_are_loaded_with_the_versions_of_their_modules(name, pre
 
 
 def test_a_file_without_versions_has_the_present_ones(tmp_path):
-    safetensors.torch.save_file(network().state_dict(), tmp_path / "plain.safetensors")
-    load_weights(network(), str(tmp_path / "plain.safetensors"), False)
+    given, loaded = network(), network()
+    torch.nn.init.constant_(given[0].weight, 5.0)  # pyright: ignore[reportArgumentType]
+    safetensors.torch.save_file(given.state_dict(), tmp_path / "plain.safetensors")
+    load_weights(loaded, str(tmp_path / "plain.safetensors"), False)
+    assert all(loaded.state_dict()[name].equal(tensor) for name, tensor in given.state_dict().items())
 
 
 def test_a_file_that_has_a_tied_weight_once_is_complete(tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -166,20 +165,20 @@ def padded(samples: list[Any]) -> Any:
     return nn.utils.rnn.pad_sequence(texts, batch_first=True), torch.tensor(targets)
 
 
-def texts(shortest: int) -> Any:
-    """Return 48 texts of 7 tokens, of which the last ones are shorter, and 11 held-out ones of 2 to 6 tokens."""
+def texts() -> Any:
+    """Return 48 texts of 7 tokens, and 11 held-out ones of 2 to 6 tokens."""
     tokens = torch.randint(1, 9, (59, 7), generator=torch.Generator().manual_seed(0))
-    lengths = [*[7] * 47, shortest, *[2 + number % 5 for number in range(11)]]
+    lengths = [*[7] * 48, *[2 + number % 5 for number in range(11)]]
     samples = [(text[:length], int(text.sum()) % 3) for text, length in zip(tokens, lengths, strict=True)]
     return samples[:48], samples[48:]
 
 
-TEXTS = {"model": Texts, "collate": padded, "data": partial(texts, 7)}
+TEXTS = {"model": Texts, "collate": padded, "data": texts}
 
 
 @pytest.mark.parametrize("mode", ["parallel.cuts=[total]", "parallel.cuts=[linear] parallel.engine=streams"])
 def test_a_pipeline_evaluates_batches_of_other_shapes_than_it_trains(mode, ranks, tmp_path):
-    parts = TEXTS | {"data": TEXTS["data"]()}
+    parts = TEXTS | {"data": texts()}
     config = compose_config(*user_code.passed(**parts).added_to([*OPTIONS, "parallel=pipeline", *mode.split()]))
     result = ranks(1 + ("streams" not in mode)).call_on_all(trained_with, parts, config, tmp_path)[0]
     assert not isinstance(result, str), result
@@ -189,9 +188,8 @@ def test_a_pipeline_evaluates_batches_of_other_shapes_than_it_trains(mode, ranks
 
 
 def test_a_pipeline_of_processes_refuses_to_train_batches_of_several_shapes(tmp_path):
-    samples = [(text[: 2 + number % 5], target) for number, (text, target) in enumerate(texts(7)[0])]
+    samples = [(text[: 2 + number % 5], target) for number, (text, target) in enumerate(texts()[0])]
     mode = ["parallel=pipeline", "parallel.cuts=[linear]", "batch_size=2", f"output_root={tmp_path}"]
-    with pytest.raises(
-        runner.ConfigError, match=r"returns the shape \[\d, 4\] for a sample, and \[\d, 4\] in the first"
-    ):
+    said = r"returns the shape \[\d, 4\] for a sample, and \[\d, 4\] in the first"
+    with pytest.raises(runner.ConfigError, match=said):
         runner.train([*OPTIONS, *mode], model=Texts, collate=padded, data=(samples, samples))

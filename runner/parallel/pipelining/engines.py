@@ -11,7 +11,7 @@ from torch import distributed as dist
 from torch.distributed import pipelining
 
 from runner.batching import Plan
-from runner.config.errors import check
+from runner.config.errors import ConfigError
 from runner.data.base import copied
 from runner.parallel.collectives import bytes_of
 from runner.parallel.pipelining.partition import BlockProfile
@@ -123,9 +123,8 @@ class ProcessEngine:
                 else:
                     sent += self._begin_to_send(x, self._rank_of(number + 1))
         if self.has_last:
-            sent += self._begin_to_send(
-                torch.cat(outputs) if outputs else self.activations[-1].empty(0, self.device), 0
-            )
+            whole = torch.cat(outputs) if outputs else self.activations[-1].empty(0, self.device)
+            sent += self._begin_to_send(whole, 0)
         for work, _ in sent:
             work.wait()
 
@@ -171,17 +170,13 @@ class _TimedStage(pipelining.PipelineStage):
         self._engine.chunk = fwd_chunk_id
         with self._timeline.span(self.stage_index, "forward", fwd_chunk_id, self.device):
             outputs = super().forward_one_chunk(fwd_chunk_id, *arguments, **options)
-        if not self.is_last:
-            self._check_shape(outputs)
-        return outputs
-
-    def _check_shape(self, outputs: torch.Tensor) -> None:
-        """Raise a `ConfigError` if the next process cannot take `outputs`: its buffers have the shape of the first."""
         name, _, shape, _ = self._engine.activations[self.stage_index]
-        why = f"{name} returns the shape {[*outputs.shape[1:]]} for a sample, and {[*shape]} in the first batch; "
-        why += "between processes, it has to stay the same"
-        remedy = "let collate pad all batches to one length, or take parallel.engine=streams"
-        check(outputs.shape[1:] == shape, "parallel", "pipeline", why, remedy)
+        if not self.is_last and outputs.shape[1:] != shape:  # for which the next process has no buffers
+            why = f"{name} returns the shape {[*outputs.shape[1:]]} for a sample, and {[*shape]} in the first batch; "
+            why += "between processes, it has to stay the same"
+            remedy = "let collate pad all batches to one length, or choose parallel.engine=streams"
+            raise ConfigError("parallel", "pipeline", why, remedy)
+        return outputs
 
     def backward_one_chunk(self, bwd_chunk_id: int, *arguments: Any, **options: Any) -> Any:
         with self._timeline.span(self.stage_index, "backward", bwd_chunk_id, self.device):
