@@ -9,7 +9,6 @@ import torch
 
 from runner.config.errors import ConfigError
 from runner.parallel.attributes import attributes_kept
-from runner.parallel.round_trip import check_no_new_parameters
 from runner.state import State
 
 log = logging.getLogger(__name__)
@@ -32,11 +31,9 @@ def try_evaluation(state: State) -> None:
     is_late = state.step == 0 and state.modules.begins_without_values
     if is_late and session.plan.splits_network:  # one process alone would fail
         return
-    before = {name for name, _ in state.model.named_parameters()}
     try:
         with few_samples, eager, state.code.unchanged(), attributes_kept(state.modules.each), state.evaluating():
             state.run.parallel.evaluate(state.model)
-        check_no_new_parameters(state.model, before)
     except ConfigError:
         raise
     except Exception as error:

@@ -63,6 +63,16 @@ def without_value(module: torch.nn.Module) -> list[str]:
     return [joined(prefix, key) for prefix, key, buffer in named if buffer is None]
 
 
+def saved_names(module: torch.nn.Module) -> dict[str, bool]:
+    """Return the names of parameters and of buffers that are saved, and whether they have a value."""
+    found: dict[str, bool] = {}
+    for prefix, each in module.named_modules():
+        tensors = {**each._parameters, **each._buffers}
+        unsaved = getattr(each, "_non_persistent_buffers_set", ())  # which scripted modules have not
+        found |= {joined(prefix, key): t is not None for key, t in tensors.items() if key not in unsaved}
+    return found
+
+
 def is_of_user(module: torch.nn.Module) -> bool:
     """Return whether a class of `module` is not torch's: FSDP puts one of torch before those of the user."""
     return any(each.__module__.partition(".")[0] not in ("torch", "builtins", "typing") for each in type(module).mro())
@@ -160,9 +170,9 @@ def joined(prefix: str, key: str) -> str:
 def digest(tensor: torch.Tensor) -> bytes:
     """Return a hash of the type, the shape and all bits of a dense tensor."""
     digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
-    content: Any = bytes_of(tensor).cpu()
-    if not hasattr(content, "fake_mode"):  # of a plan
-        digest.update(content.numpy())
+    if not (tensor.is_meta or hasattr(tensor, "fake_mode")):  # of a plan, or a module that is called with other weights
+        content: Any = bytes_of(tensor).cpu().numpy()
+        digest.update(content)
     return digest.digest()
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from runner.config import user_code
-from runner.config.errors import ABSENT, ConfigError
+from runner.config.errors import ABSENT, ConfigError, check
 from runner.parallel import full_state
 from runner.parallel.attributes import (
     attributes_kept,
@@ -19,6 +19,7 @@ from runner.parallel.attributes import (
     marks,
     other_marks,
     plain_values,
+    saved_names,
     set_values,
     unsaved_buffers,
     without_value,
@@ -50,6 +51,7 @@ class Modules:
         self.begins_without_values = any(is_of_user(model.get_submodule(name.rpartition(".")[0])) for name in missing)
         """Whether a module that is not torch's has buffers that are None, which perhaps only training gives values."""
         self._beginning = self._loaded = self._named(marks)
+        self._names = saved_names(model)
         self._others, self._restored = self._named(other_marks), dict[str, Any]()
 
     @property
@@ -59,6 +61,15 @@ class Modules:
             return [self._model]
         is_double = any(each.dtype in (torch.float64, torch.complex128) for each in self._model.parameters())
         return [self._model, loss.to(self._session.device, torch.float64 if is_double else torch.float32)]
+
+    def check_names(self) -> None:
+        """Refuse parameters and buffers that training makes or removes, except a buffer that begins as None."""
+        now, before = saved_names(self._model), self._names
+        made, removed = now.keys() - before.keys(), [n for n in before if before[n] and not now.get(n)]
+        names = ", ".join(sorted({*made, *removed})[:3])
+        why = f"training makes or removes {names}, which no optimizer would train, or no checkpoint restore"
+        remedy = "make it in __init__, by register_buffer(name, None) if it has no value yet, or use a lazy module"
+        check(not names, "model", type(self._model).__name__, why, remedy)
 
     def train(self) -> None:
         """Put the modules into training mode."""

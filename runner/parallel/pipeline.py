@@ -15,7 +15,7 @@ from runner.batching import MicroBatch, Plan
 from runner.config.errors import ConfigError, check
 from runner.config.limits import PositiveInt
 from runner.data.base import copied
-from runner.device import Device
+from runner.device import Device, sum_dtype
 from runner.optimizer import trainable
 from runner.parallel import batch_norm, full_state
 from runner.parallel.base import move
@@ -241,7 +241,8 @@ class Pipeline(Partition, MultiProcess):
         parameters, shared = trainable(model), self._shared_here(model)
         counted_elsewhere = {p for name, p in shared.items() if self._shared[name][0] != self._session.rank}
         gradients = [p.grad for p in parameters if p.grad is not None and p not in counted_elsewhere]
-        norm = torch.nn.utils.get_total_norm(gradients).to(self._session.device)
+        # Of one type on all ranks: without gradients, the norm is a zero in float32.
+        norm = torch.nn.utils.get_total_norm(gradients).to(device := self._session.device, sum_dtype(device))
         total = self._session.collectives.all_reduce({"squares": norm.square()})["squares"].sqrt()
         if max_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total)

@@ -27,13 +27,6 @@ def check_dense(model: torch.nn.Module) -> None:
         check(parameter.layout == torch.strided, "model", _given("model"), why, "let it be dense: to_dense()")
 
 
-def check_no_new_parameters(model: torch.nn.Module, before: set[str]) -> None:
-    """Refuse parameters that a forward pass has made, whose names are not among those of `before`."""
-    made = sorted({name for name, _ in model.named_parameters()} - before)
-    why = f"its forward pass makes parameters ({''.join(made[:1])}), which no optimizer would train"
-    check(not made, "model", type(model).__name__, why, "make them in __init__, or use a lazy module of torch")
-
-
 def check_round_trip(modules: Modules, parallel: Parallel, session: Session) -> None:
     """Save the modules of a run in memory, and load them again; they then have the same bits. Called on every rank.
 

@@ -27,7 +27,6 @@ from runner.failures import torch_refusals
 from runner.models.layers import normalizes_batches
 from runner.parallel.collectives import Collectives, bytes_of
 from runner.parallel.full_state import full_tensor, local_part, without_state
-from runner.parallel.round_trip import check_no_new_parameters
 from runner.parallel.session import Session
 from runner.precision import Double
 from runner.result import Result
@@ -141,7 +140,6 @@ def record(
     written, replaced = set[str](), set[str]()
     before: list[dict[str, torch.Tensor]] = []
     weights: dict[str, Any] = {}
-    names = {name for name, _ in state.model.named_parameters()}
 
     def watched(batches: Iterator[Any]) -> Iterator[Any]:
         for batch in batches:
@@ -156,7 +154,7 @@ def record(
             gradients.update({name: on_host(p.grad.detach()) for name, p in named if p.grad is not None})
 
     def before_update(*_: Any) -> None:
-        check_no_new_parameters(state.model, names)
+        state.modules.check_names()
         keep_first_gradients()
         for name, parameter in state.model.named_parameters():
             version, address, bits = weights[name]

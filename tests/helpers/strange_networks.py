@@ -16,6 +16,7 @@ from unittest import mock
 import torch
 from torch import distributed, nn
 from torch.distributed.nn.functional import all_gather
+from torch.func import functional_call, stack_module_state, vmap
 from torch.nn.functional import cross_entropy, linear
 from torch.nn.utils import prune
 from torch.utils.data import Dataset
@@ -188,6 +189,29 @@ class MakesParameters(Centers):
         if not hasattr(self, "scale"):
             self.scale = nn.Parameter(torch.ones(x.shape[1]).to(x))
         return self.layers(x * self.scale)
+
+
+class RegistersBuffer(Centers):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.register_buffer("last", x.detach().mean(0))
+        return self.layers(x)
+
+
+class RemovesBuffer(Centers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("start", torch.ones(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.start is not None and self.training:
+            x, self.start = x + self.start, None
+        return self.layers(x)
+
+
+class Detached(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.detach())
 
 
 class OtherBlocks(Centers):
@@ -408,6 +432,22 @@ class Gradient(nn.Module):
             return torch.autograd.grad(self.layers(x).sum(), x, create_graph=True)[0][:, :2]
 
 
+class Vectorized(nn.Module):
+    """Two networks as one, by `vmap`, with stacked weights and a copy without values, as torch's tutorial has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        networks = [tanh(), tanh()]
+        stacked, _ = stack_module_state(networks)  # pyright: ignore[reportArgumentType]
+        self.names, self.form = list(stacked), [networks[0].to("meta")]
+        self.stacked = nn.ParameterList(nn.Parameter(each.detach()) for each in stacked.values())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        one = partial(functional_call, self.form[0])
+        weights = dict(zip(self.names, self.stacked, strict=True))
+        return vmap(lambda weights, x: one(weights, (x,)), (0, None))(weights, x).mean(0)
+
+
 def summed(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return cross_entropy(outputs, targets, reduction="sum")
 
@@ -464,6 +504,9 @@ CASES: dict[str, dict[str, Any]] = {
     "centers_all": case(CentersAll),
     "recurrent": case(Recurrent),
     "makes_parameters": case(MakesParameters),
+    "registers_buffer": case(RegistersBuffer),
+    "removes_buffer": case(RemovesBuffer),
+    "detached": case(lambda: chain(nn.Tanh(), Detached(8, 8))),
     "other_blocks": case(OtherBlocks),
     "knows_its_rank": case(KnowsItsRank),
     "wrong_order": case(WrongOrder),
@@ -493,6 +536,7 @@ CASES: dict[str, dict[str, Any]] = {
     "rare": case(Rare),
     "frozen_norm": case(FrozenNorm),
     "gradient": case(Gradient),
+    "vectorized": case(Vectorized),
     "summed": case(tanh, loss=summed),
     "of_first_class": case(tanh, loss=of_first_class),
     "off": case(tanh, loss=off),
