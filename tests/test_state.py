@@ -234,3 +234,24 @@ def test_names_that_a_network_gives_its_state_are_those_of_its_checkpoint(tmp_pa
     wanted = weights_at(tmp_path / "whole", 4)
     assert wanted.keys() == {"w", "0.bias"}
     assert_bitwise_equal(weights_at(tmp_path / "resumed", 4), wanted)
+
+
+class RegistersHook(nn.Linear):
+    """Its first forward pass registers a hook of its weight, and says so in an attribute that a checkpoint has."""
+
+    is_registered = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training and not self.is_registered:
+            self.weight.register_hook(lambda gradient: gradient / 2)
+            self.is_registered = True
+        return super().forward(x)
+
+
+def test_a_hook_that_a_resumed_run_would_lack_is_said(tmp_path):
+    options = [*SHORT, f"output_root={tmp_path}", "steps=1", "eval_every=0"]
+    directory = runner.train(options, model=lambda: RegistersHook(5, 3), data=DATA).directory
+    assert (
+        "RegistersHook.weight.hooks changes in training, and no checkpoint has it"
+        in (directory / "log.txt").read_text()
+    )

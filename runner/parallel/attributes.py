@@ -47,13 +47,16 @@ def marks(module: torch.nn.Module) -> dict[str, Any]:
 
 
 def other_marks(module: torch.nn.Module) -> dict[str, Any]:
-    """Return what tells changes of other attributes of the user's modules, as lists and tensors, by name."""
+    """Return what tells changes of hooks and other attributes, such as lists, by name."""
     found: dict[str, Any] = {}
     for prefix, each in module.named_modules():
         has_extra_state = type(each).get_extra_state is not torch.nn.Module.get_extra_state
         if not has_extra_state and is_of_user(each):
             others = {key: value for key, value in vars(each).items() if key not in OF_TORCH}
             found |= {joined(prefix, key): _mark(each) for key, each in others.items() if not _is_plain(key, each)}
+        found[joined(prefix, "hooks")] = len(each._forward_hooks) + len(each._forward_pre_hooks)
+        hooks = {f"{key}.hooks": p._backward_hooks or () for key, p in each._parameters.items() if p is not None}
+        found |= {joined(prefix, key): len(those) for key, those in hooks.items()}
     return found
 
 
