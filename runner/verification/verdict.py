@@ -204,11 +204,14 @@ def largest_difference(tested: Tensors, reference: Tensors) -> Difference:
     exact = {name: each for name, each in reference.items() if not (each.is_floating_point() or each.is_complex())}
     sizes = {name: float((tested[name] != each).double().mean().sqrt()) for name, each in exact.items() if each.numel()}
     # One at a time, as in float64 all of them would take twice the memory of the network.
-    norms = {name: _wide(each).norm() for name, each in reference.items() if name not in exact}
+    norms = {name: _norm(_wide(each)) for name, each in reference.items() if name not in exact}
     least = 1e-3 * torch.stack([torch.zeros(()), *norms.values()]).norm()
     for name, norm in norms.items():
         difference = _wide(tested[name]) - _wide(reference[name])
-        sizes[name] = float(difference.norm() / torch.maximum(norm, least).clamp_min(1e-30))
+        if not (size := difference.norm()).isfinite():  # infinite values of a mask may be equal
+            ours, theirs = tested[name], reference[name]
+            size = difference[(ours != theirs) & ~(ours.isnan() & theirs.isnan())].norm()
+        sizes[name] = float(size / torch.maximum(norm, least).clamp_min(1e-30))
     if not sizes:
         return Difference(0.0, "there are none")
     worst = max(sizes, key=lambda name: (sizes[name] != sizes[name], sizes[name]))  # nan is the largest
@@ -217,6 +220,11 @@ def largest_difference(tested: Tensors, reference: Tensors) -> Difference:
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
+
+
+def _norm(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the norm of the finite values of `tensor`."""
+    return norm if (norm := tensor.norm()).isfinite() else tensor[tensor.isfinite()].norm()
 
 
 def _form(tensor: torch.Tensor) -> tuple[torch.Size, bool, bool]:

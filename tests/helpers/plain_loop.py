@@ -225,5 +225,9 @@ def weights_at(directory: Path, step: int) -> dict[str, torch.Tensor]:
 def largest_difference(got: dict[str, Any], wanted: dict[str, Any]) -> float:
     """The largest relative difference over all tensors, ‖got − wanted‖ / ‖wanted‖."""
     assert got.keys() == wanted.keys()
-    differences = {n: (got[n].double() - wanted[n].double()).norm() for n in wanted}
-    return max((differences[n] / wanted[n].double().norm().clamp_min(1e-12)).item() for n in wanted)
+    pairs = {n: (got[n].double(), wanted[n].double()) for n in wanted}
+    differences = {
+        n: (ours - theirs)[ours != theirs].norm() for n, (ours, theirs) in pairs.items()
+    }  # not of infinities
+    norms = {n: theirs[theirs.isfinite()].norm().clamp_min(1e-12) for n, (_, theirs) in pairs.items()}
+    return max((differences[n] / norms[n]).item() for n in wanted)

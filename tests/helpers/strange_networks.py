@@ -214,6 +214,36 @@ class Detached(nn.Linear):
         return super().forward(x.detach())
 
 
+class Masked(nn.Module):
+    """A mask of a sequence, with infinite values, is a buffer of the network."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(6, 2, 8, dropout=0, batch_first=True)
+        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(3))
+        self.head = nn.Linear(6, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.layer(x[:, None].expand(-1, 3, -1), self.mask)[:, -1])
+
+
+class Steps(nn.Linear):
+    """It computes a sequence whose first dimension is that of the steps, and not that of the samples."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(torch.stack([x, x.tanh(), -x]))
+
+
+class MeanOfSteps(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.tanh().mean(0))
+
+
+class Levels(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (4 * x).long().clamp(-5, 4) + 5
+
+
 class OtherBlocks(Centers):
     """Its method of this name is not what modes look for."""
 
@@ -507,6 +537,9 @@ CASES: dict[str, dict[str, Any]] = {
     "registers_buffer": case(RegistersBuffer),
     "removes_buffer": case(RemovesBuffer),
     "detached": case(lambda: chain(nn.Tanh(), Detached(8, 8))),
+    "masked_steps": case(Masked),
+    "steps_first": case(lambda: nn.Sequential(Steps(6, 8), MeanOfSteps(8, 8), nn.Tanh(), nn.Linear(8, 2))),
+    "integers": case(lambda: nn.Sequential(Levels(), nn.Embedding(10, 3), nn.Flatten(), nn.Linear(18, 2))),
     "other_blocks": case(OtherBlocks),
     "knows_its_rank": case(KnowsItsRank),
     "wrong_order": case(WrongOrder),

@@ -203,6 +203,15 @@ def test_the_largest_difference_is_relative_and_named():
     assert largest_difference(ours, theirs).size == torch.inf
 
 
+def test_of_a_mask_with_infinite_values_the_finite_ones_are_compared_and_other_tensors():
+    mask = torch.tensor([0.0, -torch.inf, torch.nan])
+    assert largest_difference({"mask": mask}, {"mask": mask.clone()}).size == 0
+    assert largest_difference({"mask": mask + 1}, {"mask": mask}).size > 1
+    assert largest_difference({"mask": mask.nan_to_num(1)}, {"mask": mask}).size != 0
+    one = torch.ones(1)
+    assert largest_difference({"mask": mask, "weight": 2 * one}, {"mask": mask, "weight": one}).size == 1
+
+
 @pytest.mark.cases(
     (torch.tensor([3 + 4j, 0]), torch.tensor([3 + 4j, 1j]), 0.2),
     (torch.tensor(3), torch.tensor(4), 1.0),

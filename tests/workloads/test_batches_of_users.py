@@ -190,6 +190,6 @@ def test_a_pipeline_evaluates_batches_of_other_shapes_than_it_trains(mode, ranks
 def test_a_pipeline_of_processes_refuses_to_train_batches_of_several_shapes(tmp_path):
     samples = [(text[: 2 + number % 5], target) for number, (text, target) in enumerate(texts()[0])]
     mode = ["parallel=pipeline", "parallel.cuts=[linear]", "batch_size=2", f"output_root={tmp_path}"]
-    said = r"returns the shape \[\d, 4\] for a sample, and \[\d, 4\] in the first"
+    said = r"returns the shape \[\d, \d, 4\], and \[\d, \d, 4\] in the first"
     with pytest.raises(runner.ConfigError, match=said):
         runner.train([*OPTIONS, *mode], model=Texts, collate=padded, data=(samples, samples))

@@ -69,8 +69,12 @@ class ProcessEngine:
         """
         if number == 0:
             return torch.empty(self.size, dtype=torch.int64, device="meta")
-        example = self.activations[number - 1].empty(self.size, torch.device("meta"))
+        example = self._empty(number - 1, "meta")
         return example.requires_grad_(requires_grad and example.is_floating_point())
+
+    def _empty(self, number: int, device: torch.device | str) -> torch.Tensor:
+        """Return an uninitialized tensor for the outputs of stage `number`, whose rows need not be the samples."""
+        return torch.empty(self.activations[number].shape, dtype=self.activations[number].dtype, device=device)
 
     def _loss_of(self, outputs: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         assert self._loss is not None
@@ -123,7 +127,7 @@ class ProcessEngine:
                 else:
                     sent += self._begin_to_send(x, self._rank_of(number + 1))
         if self.has_last:
-            whole = torch.cat(outputs) if outputs else self.activations[-1].empty(0, self.device)
+            whole = torch.cat(outputs) if outputs else self._empty(-1, self.device)[:0]
             sent += self._begin_to_send(whole, 0)
         for work, _ in sent:
             work.wait()
@@ -171,8 +175,8 @@ class _TimedStage(pipelining.PipelineStage):
         with self._timeline.span(self.stage_index, "forward", fwd_chunk_id, self.device):
             outputs = super().forward_one_chunk(fwd_chunk_id, *arguments, **options)
         name, _, shape, _ = self._engine.activations[self.stage_index]
-        if not self.is_last and outputs.shape[1:] != shape:  # for which the next process has no buffers
-            why = f"{name} returns the shape {[*outputs.shape[1:]]} for a sample, and {[*shape]} in the first batch; "
+        if not self.is_last and outputs.shape != shape:  # for which the next process has no buffers
+            why = f"{name} returns the shape {[*outputs.shape]}, and {[*shape]} in the first batch; "
             why += "between processes, it has to stay the same"
             remedy = "let collate pad all batches to one length, or choose parallel.engine=streams"
             raise ConfigError("parallel", "pipeline", why, remedy)

@@ -91,6 +91,7 @@ class Partition:
         profiles = profile_blocks(model, inputs, session, timed)
         if timed:
             seconds, tied = [profile.seconds for profile in profiles], tied_positions(model, self.may_share(session))
+            tied |= {i for i, profile in enumerate(profiles, start=1) if not profile.dtype.is_floating_point}
             inner = balanced(seconds, count, tied) or balanced(seconds, count)  # which is then refused
         else:
             inner = positions_of(cuts, names)
@@ -195,19 +196,12 @@ def balanced(seconds: Sequence[float], count: int, tied: Collection[int] = ()) -
 
 
 class BlockProfile(NamedTuple):
-    """The time of a block's forward and backward pass, 0.0 if it was not measured, and the form of its output.
-
-    `shape` is that of one sample.
-    """
+    """The time of a block's forward and backward pass, 0.0 if it was not measured, and the form of its output."""
 
     name: str
     seconds: float
     shape: tuple[int, ...]
     dtype: torch.dtype
-
-    def empty(self, count: int, device: torch.device) -> torch.Tensor:
-        """Return an uninitialized tensor for the outputs of `count` samples."""
-        return torch.empty(count, *self.shape, dtype=self.dtype, device=device)
 
 
 def first_inputs(model: torch.nn.Module, session: Session, size: int | None = None) -> Tree:
@@ -233,13 +227,13 @@ def profile_blocks(model: torch.nn.Module, inputs: Tree, session: Session, timed
     dtype, autocast = next(model.parameters()).dtype, session.precision.autocast
     # float64 under precision=64
     inputs = map_tensors(lambda each: each.to(dtype) if each.is_floating_point() else each, inputs)
-    profiles, x = [], inputs if timed else rows_of(inputs, 0, 1)
+    profiles, x = [], inputs
     for name, block in blocks_of(model):
         copied = copied_module(block)
         move(copied.train(timed), tensors_of(x)[0].device, session.channels_last)
         copied.register_forward_hook(partial(_check_output, name))
         # The inputs of the first block are data, which need no gradient.
-        x = x.detach().requires_grad_() if profiles else x
+        x = x.detach().requires_grad_(x.is_floating_point() or x.is_complex()) if profiles else x
         seconds = _median_seconds(copied, x, autocast) if timed else 0.0
         with torch.no_grad(), autocast():
             try:
@@ -249,7 +243,7 @@ def profile_blocks(model: torch.nn.Module, inputs: Tree, session: Session, timed
                     raise
                 outputs = call(copied.train(), x)  # where a first step gives a buffer its value
         x = outputs
-        profiles.append(BlockProfile(name, seconds, tuple(x.shape[1:]), x.dtype))
+        profiles.append(BlockProfile(name, seconds, tuple(x.shape), x.dtype))
     return profiles
 
 

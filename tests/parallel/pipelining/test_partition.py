@@ -142,7 +142,7 @@ def test_shapes_and_dtypes_are_found_and_the_network_is_unchanged(timed):
     profiles = partitioning.profile_blocks(
         model, torch.zeros(5, 1, 8, 8), context(precision, channels_last=True), timed
     )
-    assert [profile.shape for profile in profiles] == [(4, 4, 4), (8, 2, 2), (50,), (10,)]
+    assert [profile.shape for profile in profiles] == [(5, 4, 4, 4), (5, 8, 2, 2), (5, 50), (5, 10)]
     assert {profile.dtype for profile in profiles} == {torch.bfloat16}
     assert all((profile.seconds > 0) is timed for profile in profiles)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
