@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -17,7 +17,8 @@ log = logging.getLogger(__name__)
 def try_evaluation(state: State) -> None:
     """Evaluate a few samples, so that what an evaluation of a user's code cannot do shows before the first step.
 
-    It leaves no trace: neither in modules and their buffers nor in the states of the generators.
+    Where they are too few for a metric, all are evaluated: what raises an error then would end the run later. It leaves
+    no trace: neither in modules and their buffers nor in the states of the generators.
 
     Raises:
         ConfigError: as in `EvaluationMetrics.trial`.
@@ -27,12 +28,20 @@ def try_evaluation(state: State) -> None:
     few_samples = session.workload.few_samples(each * num_shards, session.device)
     if few_samples is None:
         return
+    _evaluate(state, few_samples)
+    all_samples = session.workload.all_samples()
+    if any(session.collectives.all_gather(all_samples is not None)):
+        _evaluate(state, all_samples or nullcontext())
+
+
+def _evaluate(state: State, samples: AbstractContextManager[None]) -> None:
+    session = state.session
     eager = torch.compiler.set_stance("force_eager") if session.compile else nullcontext()
     is_late = state.step == 0 and state.modules.begins_without_values
     if is_late and session.plan.splits_network:  # one process alone would fail
         return
     try:
-        with few_samples, eager, state.code.unchanged(), attributes_kept(state.modules.each), state.evaluating():
+        with samples, eager, state.code.unchanged(), attributes_kept(state.modules.each), state.evaluating():
             state.run.parallel.evaluate(state.model)
     except ConfigError:
         raise

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch.masked import is_masked_tensor
 from torch.utils.data import Subset, default_collate
 
 from runner.config import functions
@@ -18,7 +19,7 @@ from runner.data.forms import Arrays, pair, singles
 from runner.data.generators import generators_of, seed_all
 from runner.data.workers import Workers
 from runner.system.generators import seed_host, seeded
-from runner.system.trees import Tree, leaves_of, map_tensors, strided_parts, tensors_of
+from runner.system.trees import Tree, leaves_of, map_leaves, map_tensors, strided_parts, tensors_of
 
 HASHED = 16
 """The number of samples of a data set that its fingerprint covers."""
@@ -51,9 +52,7 @@ class BatchMaker:
         name = type(self.dataset).__name__
         numbered = [*zip(numbers, samples, strict=True)]
         for index, sample in numbered:
-            if any(isinstance(leaf, np.ma.MaskedArray) and np.ma.is_masked(leaf) for _, leaf in leaves_of(sample)):
-                why = f"sample {index} has masked values, which would be replaced by what is below the mask"
-                raise ConfigError("data", name, why, "replace them: array.filled(value)")
+            check_unmasked(sample, name, f"sample {index}")
         try:
             inputs, targets = self._divided(default_collate(samples), "a batch", len(samples))
         except (ConfigError, KeyError, RuntimeError, TypeError) as error:
@@ -83,7 +82,10 @@ class BatchMaker:
         except Exception as error:
             remedy = f"correct collate{functions.place(self.collate)}"
             raise DataError("collate", described(error), remedy) from error
+        check_unmasked(batch, "collate", "what it returns")
         inputs, targets = self._divided(batch, "what collate returns", len(samples))
+        if self.is_divided:
+            inputs, targets = map_leaves(_without_array, (inputs, targets))
         if not tensors_of(inputs):
             why = f"it returns no tensors{functions.place(self.collate)}"
             raise ConfigError("collate", ABSENT, why, "return tensors, of all samples in the list")
@@ -126,6 +128,18 @@ class Fetch(BatchMaker):
         except Exception as error:
             remedy = "correct its __getitem__"
             raise DataError(f"sample {index} of {type(self.dataset).__name__}", described(error), remedy) from error
+
+
+def check_unmasked(tree: Tree, name: str, what: str) -> None:
+    """Refuse masked values, which would be replaced by what is below the mask, in `what` of the data set `name`."""
+    for _, leaf in leaves_of(tree):
+        if is_masked_tensor(leaf) or (isinstance(leaf, np.ma.MaskedArray) and np.ma.is_masked(leaf)):
+            why = f"{what} has masked values, which would be replaced by what is below the mask"
+            raise ConfigError("data", name, why, "replace them: array.filled(value), or tensor.to_tensor(value)")
+
+
+def _without_array(leaf: Any) -> Any:
+    return torch.as_tensor(leaf) if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc" else leaf
 
 
 def seed_generators(seed: int, generators: list[Any]) -> None:

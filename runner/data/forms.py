@@ -11,11 +11,13 @@ import logging
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from numbers import Integral, Real
+from operator import itemgetter
 from types import NoneType
 from typing import Any
 
 import numpy as np
 import torch
+from torch.masked import is_masked_tensor
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -83,17 +85,31 @@ def with_columns_of(train: Any, held_out: Any) -> Any:
         return held_out
     parts = list(held_out)
     for number, pair in enumerate(zip(train, held_out, strict=False)):
-        names, theirs = ([*getattr(each, "columns", ())] for each in pair)
+        names, theirs = ([*_columns(each)] for each in pair)
         if names and theirs and names != theirs:
             why = f"held-out tables have the columns {theirs}, training tables {names}"
             same = sorted(map(str, names)) == sorted(map(str, theirs)) and len({*names}) == len(names)
-            check(same, "", "DataFrame", shortened(why), "let both have the same columns")
-            parts[number] = pair[1][names]
+            check(same, "", type(pair[1]).__name__, shortened(why), "let both have the same columns")
+            parts[number] = pair[1].select(names) if hasattr(type(pair[1]), "select") else pair[1][names]
     return tuple(parts)
 
 
+def _columns(given: Any) -> Any:
+    """Return the names of the columns of a table, of pandas, polars or Arrow; of anything else, nothing."""
+    # Not by `hasattr(given, …)`: a column of pandas may have this name.
+    return given.column_names if hasattr(type(given), "column_names") else getattr(given, "columns", ())
+
+
+def _num_nulls(given: Any) -> int:
+    """Return how many values of a table or a column of polars or Arrow are missing."""
+    if hasattr(type(given), "itercolumns"):
+        return sum(map(_num_nulls, given.itercolumns()))
+    count = given.null_count if hasattr(type(given), "null_count") else 0
+    return int(np.asarray(count() if callable(count) else count).sum())
+
+
 def _are_arrays(tree: Tree) -> bool:
-    if isinstance(tree, Mapping | tuple) and tree:
+    if isinstance(tree, Mapping | tuple) and len(tree):  # not `and tree`, which a TensorDict refuses
         return all(map(_are_arrays, tree.values() if isinstance(tree, Mapping) else tree))
     return hasattr(tree, "__array__")  # of torch, NumPy and pandas
 
@@ -136,8 +152,8 @@ def data_set(given: Any, is_divided: bool = True) -> Any:
         given = given.tensors
     if type(given) is Subset and type(given.dataset) in (TensorDataset, Arrays):
         whole: Any = given.dataset
-        given = whole[list(given.indices)]
-    if isinstance(given, tuple | Mapping) and given and _are_arrays(given):
+        given = whole[torch.as_tensor(given.indices)]
+    if isinstance(given, tuple | Mapping) and len(given) and _are_arrays(given):
         why = f"it has {len(given)} arrays, and a sample is (input, target)"
         remedy = "pass (inputs, targets), or ((inputs, targets), (held-out inputs, held-out targets)); several inputs "
         remedy += "are a tuple or a dict, and so are several targets, as in ((images, tables), (classes, weights))"
@@ -174,13 +190,19 @@ def data_set(given: Any, is_divided: bool = True) -> Any:
 
 def _tensor(given: Any) -> torch.Tensor:
     """Return a tensor of what is given: a tensor, an array or a table, whose columns may have several types."""
+    name = type(given).__name__
     if isinstance(given, torch.Tensor):
+        kind = "masked" if is_masked_tensor(given) else "nested" if given.is_nested else str(given.layout)[6:]
+        why = f"it is a {kind} tensor, of which torch makes no batches"
+        check(kind == "strided", "", name, why, "pass a dense one, or samples and collate")
         return given.detach()
+    missing = _num_nulls(given)  # which would become NaN, and integers with them floating-point numbers
+    check(not missing, "", name, f"{missing} of its values are missing", "replace what is missing: fill_null(value)")
     if hasattr(given, "isna"):  # of pandas
         kinds = given.dtypes if given.ndim == 2 else [given.dtype]
         if not all(isinstance(kind, np.dtype) for kind in kinds):  # what is missing would become NaN
             given = given.astype(object)
-    array, name = given if isinstance(given, np.ndarray) else np.array(given), type(given).__name__
+    array = np.asanyarray(given)  # which keeps a mask
     check(array.ndim > 0, "", name, "it is a single value, and not an array", "pass arrays of samples")
     if np.ma.is_masked(array):
         masked = np.argwhere(np.ma.getmaskarray(array))
@@ -193,7 +215,7 @@ def _tensor(given: Any) -> torch.Tensor:
             (index for index, found in zip(np.ndindex(array.shape), is_number, strict=True) if not found), None
         )
         if where is not None:
-            columns = getattr(given, "columns", range(where[-1] + 1))
+            columns = [*_columns(given)] or range(where[-1] + 1)
             place = f"row {where[0]}" + "".join(f", column {columns[index]}" for index in where[1:2])
             why, remedy = f"{place} is {array[where]!r}, no number", "encode text, dates and categories as numbers"
             raise ConfigError("", name, why, f"{remedy}, and replace what is missing")
@@ -280,10 +302,14 @@ def class_names(dataset: Any) -> list[str]:
     if isinstance(found, Integral) and not isinstance(found, bool):
         found = range(int(found))
     if isinstance(found, Mapping):  # from a name to its index, or from an index to its name
-        found = [*(found if all(isinstance(each, Integral) for each in found.values()) else found.values())]
+        of_names = all(isinstance(each, Integral) for each in found.values())
+        of_indices = all(isinstance(each, Integral) for each in found)
+        pairs = [(number, name) if of_names else (name, number) for name, number in found.items()]
+        found = [name for _, name in (sorted(pairs, key=itemgetter(0)) if of_names or of_indices else pairs)]
     if isinstance(found, set | frozenset):
         found = sorted(found, key=str)
-    is_list = isinstance(found, list | tuple | range) and not any(isinstance(each, list) for each in found)
+    is_list = isinstance(found, Collection) and not isinstance(found, str | bytes)
+    is_list = is_list and not any(isinstance(each, list) for each in found)
     names = [str(each) for each in found] if is_list else []
     if given is not None and len({*names}) < max(1, len(names)):
         text = "data: the attribute classes of %s is not used: it is %s, not a list of different names or their number"

@@ -157,6 +157,10 @@ class Workload(ABC):
         """
         return None
 
+    def all_samples(self) -> AbstractContextManager[None] | None:
+        """Return a context in which `evaluate` finds mistakes for which `few_samples` were too few; None if none."""
+        return None
+
     def outputs(self, model: torch.nn.Module, inputs: Tree) -> Any:
         """Return what `model` returns for `inputs` in an evaluation."""
         return call(model, inputs)

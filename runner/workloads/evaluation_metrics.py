@@ -47,17 +47,19 @@ class EvaluationMetrics:
     def __init__(self, metrics: Mapping[str, Metric], goals: Mapping[str, str] = {}):
         self._metrics, self._warned, self.goals = dict(metrics), set[tuple[str, str]](), dict(goals)
         self._like: Any = None  # outputs and targets of a batch, for their structure
-        self._is_trial = False
+        self._is_trial = self._are_few = False
+        self.needs_more = False
+        """Whether a metric could not be computed of the few samples of the last trial."""
 
     @contextmanager
-    def trial(self) -> Iterator[None]:
-        """A context in which an evaluation of a few samples shows mistakes before the first step.
+    def trial(self, of_all: bool = False) -> Iterator[None]:
+        """A context in which an evaluation of a few samples, or of all, shows mistakes before the first step.
 
-        A metric that cannot be computed of them is NaN, as they may lack what it needs, such as samples of all classes.
-        But `ConfigError` is raised if it uses a name, an attribute, a key or an argument that does not exist, is no
-        number, or is an object of torchmetrics that does not take such outputs and targets.
+        A metric that cannot be computed of a few is NaN, as they may lack what it needs, such as samples of all
+        classes. But `ConfigError` is raised if it uses a name, an attribute, a key or an argument that does not exist,
+        is no number, or is an object of torchmetrics that does not take such outputs and targets.
         """
-        self._is_trial = True
+        self._is_trial, self._are_few, self.needs_more = True, not of_all, False
         try:
             with warnings.catch_warnings(action="ignore"):
                 yield
@@ -119,9 +121,11 @@ class EvaluationMetrics:
         except Exception as error:
             if not self._is_trial:
                 raise
-            if isinstance(error, _MISTAKES):
+            if isinstance(error, _MISTAKES) or not self._are_few:
                 why = f"it raises {described(error)} for {_shapes(samples)}"
-                raise ConfigError(f"metrics.{name}", ABSENT, why, "correct it") from error
+                remedy = "correct it, or return NaN where it is not defined"
+                raise ConfigError(f"metrics.{name}", ABSENT, why, remedy) from error
+            self.needs_more = True
             log.debug("metrics.%s cannot be computed of a few samples", name, exc_info=True)
             return float("nan")
         try:

@@ -6,7 +6,7 @@ import copy
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -220,6 +220,9 @@ class UserWorkload(UserCodeWorkload, CrossEntropyWorkload[Samples]):
                 yield
         finally:
             self.held_out, self._loss, self._mean_is_checked = held_out, loss, checked
+
+    def all_samples(self) -> AbstractContextManager[None] | None:
+        return self.extra.trial(of_all=True) if self.extra.needs_more else None
 
     def evaluate(self, infer: Callable[[Tree], Any], shard: tuple[int, int], device: torch.device) -> MetricSums:
         sums: dict[str, torch.Tensor] = {}

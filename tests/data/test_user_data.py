@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections import UserList
+from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -10,6 +12,7 @@ import pandas
 import pytest
 import torch
 from helpers import user_objects
+from helpers.array_likes import Column, Table, masked_positive
 from helpers.plain_loop import largest_difference, weights_at
 from helpers.user_objects import (
     TENSORS,
@@ -110,6 +113,7 @@ def test_samples_are_those_that_a_loader_takes_from_subclasses():
     whole, (rows, more) = TENSORS[0], TENSORS[0].tensors
     sets = [Normalized(rows, more), NormalizedSubset(whole, range(5, 40)), ByLists(rows, more), Half(rows, more)]
     sets += [Subset(Normalized(rows, more), range(3, 50)), Subset(Subset(whole, range(9, 50)), [5, 2, 7])]
+    sets += [Subset(whole, torch.arange(5, 9))]  # pyright: ignore[reportArgumentType]
     for dataset in sets:
         train, held_out = loaded((dataset, Normalized(rows, more)))
         [(inputs, targets)] = DataLoader(dataset, batch_size=99)
@@ -151,6 +155,12 @@ NAMES = ["cat", "dog", "owl"]
         (3, ["0", "1", "2"]),
         (np.int64(3), ["0", "1", "2"]),
         (torch.tensor(3), ["0", "1", "2"]),
+        (dict.fromkeys(NAMES).keys(), NAMES),
+        (UserList(NAMES), NAMES),
+        (pandas.CategoricalIndex(NAMES), NAMES),
+        ({"owl": 2, "cat": 0, "dog": np.int64(1)}, NAMES),
+        ({2: "owl", 0: "cat", 1: "dog"}, NAMES),
+        (Enum("Animals", NAMES), ["Animals.cat", "Animals.dog", "Animals.owl"]),
     ],
 )
 def test_classes_may_be_a_list_an_array_a_mapping_or_a_number(classes, names, caplog):
@@ -187,6 +197,11 @@ MISSING = pandas.array([1, None, *[2] * 58], dtype="Int64")
         ((X, np.array(["1.5"] * 60, object)), ("row 0 is '1.5', no number",)),
         ((np.array([2**63 + 5] * 60, np.uint64), Y), (f"{2**63 + 5} is larger than the largest integer",)),
         ((X, np.array(3.0)), ("it is a single value",)),
+        ((Column(MASKED), Y), ("row 6, column 3 is masked",)),
+        ((X, Column(Y.numpy(), 2)), ("2 of its values are missing",)),
+        ((Table({"a": Column(np.zeros(60), 1), "b": Column(np.zeros(60))}), Y), ("1 of its values are missing",)),
+        ((masked_positive(X), Y), ("a masked tensor",)),
+        ((X.to_sparse(), Y), ("a sparse_coo tensor", "dense")),
         ((X, Y, Y), ("3 arrays", "several targets")),
         (TensorDataset(X, Y, Y), ("3 arrays", "several targets")),
         (TensorDataset(X), ("1 arrays",)),
@@ -198,6 +213,7 @@ MISSING = pandas.array([1, None, *[2] * 58], dtype="Int64")
         (Subset(TensorDataset(X, Y, Y), range(9)), ("3 arrays",)),
         (Plain([(torch.zeros(2), 1, 2)] * 9), ("sample 0 is tuple of 3",)),
         (Plain([(MASKED[6], 1)] * 9), ("sample", "mask")),
+        (Plain([(masked_positive(X[0]), 1)] * 9), ("sample", "mask")),
         (DataLoader(TENSORS[0], shuffle=True), ("pass loader.dataset",)),
         ((DataLoader(TENSORS[0]), DataLoader(TENSORS[1])), ("pass loader.dataset",)),
         ([DataLoader(TENSORS[0]), DataLoader(TENSORS[1])], ("pass loader.dataset",)),
@@ -375,12 +391,13 @@ def test_samples_that_cannot_be_read_at_first_are_refused_with_one_remedy(given,
 
 
 def test_columns_of_held_out_tables_are_matched_by_name():
-    def held_out_inputs(held_out: pandas.DataFrame) -> list[list[float]]:
+    def held_out_inputs(held_out: Any) -> list[list[float]]:
         table = pandas.DataFrame({"a": [1.0, 2.0], "b": [3.0, 4.0]})
         with using(passed(data=((table, np.zeros(2)), (held_out, np.ones(1))))):
             return UserData().load()[1].inputs.tolist()
 
     other = pandas.DataFrame({"b": [6.0], "a": [5.0]})
     assert held_out_inputs(other) == [[5.0, 6.0]]
+    assert held_out_inputs(Table({"b": Column(np.array([6.0])), "a": Column(np.array([5.0]))})) == [[5.0, 6.0]]
     with pytest.raises(ConfigError, match="'c', 'a'"):
         held_out_inputs(other.rename(columns={"b": "c"}))

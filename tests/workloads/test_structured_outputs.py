@@ -10,6 +10,7 @@ from helpers import structured
 from helpers.plain_loop import largest_difference, weights_at
 from helpers.structured import NETWORKS
 from helpers.user_objects import TENSORS, Net
+from sklearn.metrics import roc_auc_score
 from torch import nn
 from torch.nn.functional import binary_cross_entropy, cross_entropy
 
@@ -199,10 +200,11 @@ def test_objects_of_torchmetrics_for_another_task_are_refused_before_the_first_s
 @pytest.mark.cases(
     ("metrics", {"mine": lambda outputs, targets: outputs.logits.mean()}, "metrics.mine"),
     ("metrics", {"mine": lambda outputs, targets: {"a": 1}}, "metrics.mine"),
+    ("metrics", {"mine": lambda outputs, targets: roc_auc_score(targets, outputs)}, "metrics.mine"),
     ("loss", Wrong(), "loss"),
     ("loss", lambda outputs, targets: {"loss": [1]}, "loss"),
     ("loss", lambda outputs, targets: (outputs - 1).square(), "loss"),
-    ids=["attribute", "dict", "module", "function", "no scalar"],
+    ids=["attribute", "dict", "value", "module", "function", "no scalar"],
 )
 def test_what_is_wrong_in_a_loss_or_a_metric_is_said_with_its_line(part, given, key):
     steps: list[int] = []
@@ -211,6 +213,16 @@ def test_what_is_wrong_in_a_loss_or_a_metric_is_said_with_its_line(part, given, 
     assert refused.value.key == key
     assert "test_structured_outputs.py:" in refused.value.why
     assert not steps
+
+
+def of_all(outputs: torch.Tensor, targets: torch.Tensor) -> int:
+    if len(targets) < 21:
+        raise ValueError("too few")
+    return len(targets)
+
+
+def test_a_metric_that_needs_more_than_a_few_samples_is_tried_on_all_before_the_first_step():
+    assert train([], Net, metrics={"mine": of_all}).evaluation["eval/mine"] == 21
 
 
 @pytest.mark.parametrize("network", NETWORKS)

@@ -1,0 +1,49 @@
+"""What users pass in place of arrays: columns and tables in the form of Arrow, and masked tensors."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import numpy as np
+import torch
+from torch.masked import masked_tensor
+
+
+class Column:
+    """A column of Arrow, whose missing values are NaN in an array."""
+
+    def __init__(self, array: Any, null_count: int = 0):
+        self.array, self.nulls = array, null_count
+
+    @property
+    def null_count(self) -> int:
+        return self.nulls
+
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        return self.array
+
+
+class Table:
+    """A table of Arrow, whose `columns` are no names."""
+
+    def __init__(self, parts: dict[str, Column]):
+        self.parts, self.columns = parts, [*parts.values()]
+
+    @property
+    def column_names(self) -> list[str]:
+        return [*self.parts]
+
+    def itercolumns(self) -> Any:
+        return iter(self.columns)
+
+    def select(self, names: list[str]) -> Table:
+        return Table({name: self.parts[name] for name in names})
+
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        return np.stack([each.array for each in self.columns], 1)
+
+
+def masked_positive(values: torch.Tensor) -> Any:
+    with warnings.catch_warnings(action="ignore"):  # its interface may change
+        return masked_tensor(values, values > 0)
