@@ -6,7 +6,7 @@ import functools
 import random
 import sysconfig
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import suppress
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -82,8 +82,8 @@ def _state(generator: Any) -> Any:
 
 
 def _held_by(value: Any) -> Iterable[Any]:
-    if isinstance(value, Mapping | list | tuple):
-        return [] if len(value) > _MAX_ITEMS else [*value.values()] if isinstance(value, Mapping) else value
+    if isinstance(value, dict | list | tuple):  # no other mapping, as of HDF5: it may be a file, which may be closed
+        return [] if len(value) > _MAX_ITEMS else [*value.values()] if isinstance(value, dict) else value
     if isinstance(value, FunctionType):
         if not _is_of_the_user(value):
             return []

@@ -41,7 +41,7 @@ def map_leaves(function: Callable[..., Any], *trees: Any) -> Any:
         mapped = first._make(values)  # pyright: ignore[reportAttributeAccessIssue]
         vars(mapped).update(vars(first)) if hasattr(first, "__dict__") else None
         return mapped
-    if dataclasses.is_dataclass(first) and not isinstance(first, type):
+    if dataclasses.is_dataclass(first) and not isinstance(first, type) and not hasattr(first, "__array__"):
         mapped = copy.copy(first)
         for field in dataclasses.fields(first):
             if hasattr(first, field.name):
@@ -171,7 +171,7 @@ def leaves_of(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         parts: Any = enumerate(tree)
     elif isinstance(tree, (dict, Mapping)):
         parts = tree.items()
-    elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+    elif dataclasses.is_dataclass(tree) and not isinstance(tree, type) and not hasattr(tree, "__array__"):
         parts = ((each.name, getattr(tree, each.name)) for each in dataclasses.fields(tree) if hasattr(tree, each.name))
     elif attributes := _attributes(tree):
         parts = attributes.items()

@@ -12,7 +12,7 @@ import pandas
 import pytest
 import torch
 from helpers import user_objects
-from helpers.array_likes import Column, Table, masked_positive
+from helpers.array_likes import Closed, Column, Table, masked_positive
 from helpers.plain_loop import largest_difference, weights_at
 from helpers.user_objects import (
     TENSORS,
@@ -274,6 +274,7 @@ class Opens(Noisy):
     """It makes what cannot be sent for its first sample, as a file of HDF5: workers get it as it was before that."""
 
     lock: Any = None
+    file = Closed()
 
     def __getitem__(self, index: int) -> Any:
         self.lock = self.lock or threading.Lock()

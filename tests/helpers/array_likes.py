@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -10,15 +12,12 @@ import torch
 from torch.masked import masked_tensor
 
 
+@dataclass
 class Column:
-    """A column of Arrow, whose missing values are NaN in an array."""
+    """A column of Arrow, whose missing values are NaN in an array; a dataclass, as an array of Zarr."""
 
-    def __init__(self, array: Any, null_count: int = 0):
-        self.array, self.nulls = array, null_count
-
-    @property
-    def null_count(self) -> int:
-        return self.nulls
+    array: Any
+    null_count: int = 0
 
     def __array__(self, *_: Any, **__: Any) -> Any:
         return self.array
@@ -47,3 +46,16 @@ class Table:
 def masked_positive(values: torch.Tensor) -> Any:
     with warnings.catch_warnings(action="ignore"):  # its interface may change
         return masked_tensor(values, values > 0)
+
+
+class Closed(Mapping[str, Any]):
+    """A file of HDF5 that is closed."""
+
+    def __getitem__(self, key: str) -> Any:
+        raise ValueError("it is closed")
+
+    def __len__(self) -> int:
+        raise ValueError("it is closed")
+
+    def __iter__(self) -> Iterator[str]:
+        raise ValueError("it is closed")
