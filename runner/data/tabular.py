@@ -229,7 +229,8 @@ def read_inputs(path: Path, columns: Sequence[str], delimiter: str) -> tuple[tor
     sheet = _sheet(path, "\t" if path.suffix.lower() == ".tsv" else delimiter)
     missing = [name for name in columns if name not in sheet.frame.columns]
     why = f"it lacks the columns {', '.join(missing)}, and the model was trained on {', '.join(columns)}"
-    check(not missing, "file", str(path), why, "use a file that has these columns, in any order")
+    remedy = f"use a file that has these columns, in any order: it has {', '.join(sheet.frame.columns)}"
+    check(not missing, "file", str(path), why, remedy)
     numbers, lines = sheet.numbers(columns), sheet.lines()
     return numbers, [lines[record] for record in sheet.frame.index]
 
