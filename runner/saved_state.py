@@ -51,6 +51,7 @@ def save(state: State) -> None:
     if totals["broken"]:  # all-reduced, because not every rank has every tensor
         raise DivergedError(state.step, broken[0] if broken else "the state")
     code = state.code.changed()
+    state.modules.check_names(is_late=True)
     if not state.has_saved:
         state.modules.say_unsaved(code)
     state.has_saved = True

@@ -62,14 +62,19 @@ class Modules:
         is_double = any(each.dtype in (torch.float64, torch.complex128) for each in self._model.parameters())
         return [self._model, loss.to(self._session.device, torch.float64 if is_double else torch.float32)]
 
-    def check_names(self) -> None:
-        """Refuse parameters and buffers that training makes or removes, except a buffer that begins as None."""
+    def check_names(self, is_late: bool = False) -> None:
+        """Refuse parameters and buffers that training makes or removes, except a buffer that begins as None.
+
+        If `is_late`, when weights may be lost, that is only said.
+        """
         now, before = saved_names(self._model), self._names
         made, removed = now.keys() - before.keys(), [n for n in before if before[n] and not now.get(n)]
         names = ", ".join(sorted({*made, *removed})[:3])
         why = f"training makes or removes {names}, which no optimizer would train, or no checkpoint restore"
         remedy = "make it in __init__, by register_buffer(name, None) if it has no value yet, or use a lazy module"
-        check(not names, "model", type(self._model).__name__, why, remedy)
+        if names and is_late:
+            log.warning("model: %s: no run can be resumed or loaded from this checkpoint; %s", why, remedy)
+        check(not names or is_late, "model", type(self._model).__name__, why, remedy)
 
     def train(self) -> None:
         """Put the modules into training mode."""

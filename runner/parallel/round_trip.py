@@ -21,10 +21,12 @@ from runner.storage.value_checks import is_finite
 
 
 def check_dense(model: torch.nn.Module) -> None:
-    """Refuse a parameter that is sparse, of which modes, and the formats of checkpoints, know no part."""
+    """Refuse a parameter that is sparse, of which modes and checkpoints know no part, or that has no value."""
     for name, parameter in model.named_parameters():
         why = f"parameter {name} is sparse, and a checkpoint holds dense tensors alone"
         check(parameter.layout == torch.strided, "model", _given("model"), why, "let it be dense: to_dense()")
+        why, remedy = f"parameter {name} is on the device meta, without a value", "make the network on the CPU"
+        check(not parameter.is_meta, "model", _given("model"), why, remedy)
 
 
 def check_round_trip(modules: Modules, parallel: Parallel, session: Session) -> None:

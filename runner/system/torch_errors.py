@@ -55,6 +55,10 @@ def refusal(error: BaseException) -> tuple[str, Any, str, str] | None:
     if found := re.search(rf"(?:mat1 and mat2 must have the same dtype|Input type).*?{integer}", str(error)):
         remedy = "convert inputs that are no indices: inputs.float(), of images divided by 255"
         return "data", found[1], "a layer with floating-point weights cannot be called with integers", remedy
+    types = r"(?:mat1 and mat2 must have the same dtype, but got|Input type|expected scalar type) (.*)"
+    if (found := re.search(types, str(error))) and re.search("(?i)double|half|bfloat16", found[1]):
+        remedy = "let all be float32, or float64 with precision=64, or convert in forward: x.to(self.weight.dtype)"
+        return "model", found[1], "a layer's weights have another type than its inputs", remedy
     if "result type Float can't be cast" in str(error) or re.search(rf"Found dtype {integer} but expected", str(error)):
         why = "the loss, or an operation of the network, gives floating-point numbers"
         return "data", "integers", why, "pass targets.float(), or call inputs.float() in the network"

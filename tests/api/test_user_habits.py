@@ -296,6 +296,8 @@ def shifted(by: int) -> Any:
     ({"model": lambda width: Net()}, "model", "width"),
     ({"model": lambda num_classes: Net(), "data": Rows(60)}, "data", "number of outputs"),
     ({"model": lambda: 3}, "model", "int"),
+    ({"model": lambda: Net().double()}, "model", "float64 with precision=64"),
+    ({"model": lambda: Net().to("meta")}, "model", "without a value"),
     ({"model": lambda: nn.Sequential(nn.LazyLinear(3))}, "model", ""),
     ({"model": Dict}, "model", "dict"),
     ({"after_step": lambda: None}, "after_step", "no function of (state)"),
