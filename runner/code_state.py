@@ -76,7 +76,7 @@ class CodeState:
     def __init__(self, roots: Mapping[str, Any]):
         self._roots = dict(roots)
         self._beginning, self._versions = dict[str, Any](), dict[int, tuple[torch.Tensor, int]]()
-        self._said = self._is_checked = False
+        self._said = False
 
     def begin(self) -> None:
         """Remember the values, and those of modules by a hash: `changed` returns those that are others by then."""
@@ -188,13 +188,10 @@ class CodeState:
                 found[name].set(unpacked(value, found[name].get(), device))
 
     def check_trained(self, model: torch.nn.Module) -> None:
-        """Refuse a parameter outside of `model` that has a gradient after the first step, and no optimizer.
+        """Refuse a parameter outside of `model` that has a gradient after a step, and no optimizer.
 
         If it is one of a module, as of a network that compares images, that is only said.
         """
-        if self._is_checked:
-            return
-        self._is_checked = True
         own, said = {id(each) for each in model.parameters()}, set[str]()
         for place, each in self._parameters():
             _, version = self._versions.get(id(each), (each, each._version))

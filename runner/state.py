@@ -72,6 +72,7 @@ class State:
         self.code.begin()
         self.options = options_of(optimizer)  # which hooks may change
         self.step = 0
+        self._is_checked = False
         self.has_saved = False  # whether a checkpoint has been written, or begun, in this session
         self.average = run.ema.build(model)
         self.stopping = run.stop.build(session.eval_metrics)
@@ -102,6 +103,13 @@ class State:
             session.collectives.timeout,
             {CONFIG: lambda: config, SIGNATURE: partial(_signature_text, run)},
         )
+
+    def check_trained(self) -> None:
+        """Refuse, after the first step, what no optimizer would train or no checkpoint restore."""
+        if not self._is_checked:
+            self._is_checked = True
+            self.code.check_trained(self.model)
+            self.modules.check_names()
 
     @property
     def last_step(self) -> int:

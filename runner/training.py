@@ -184,14 +184,11 @@ def loop(state: State, take_step: TakeStep, recorder: Recorder, progress: Progre
     state.modules.train()
     state.step_timer.start(math.ceil((state.last_step - state.step) / session.plan.steps_per_round))
 
-    first = state.step + 1
     for step in session.plan.steps(state.step, state.last_step):
         log_due = session.is_due(run.log_every, step.number)
         norm = take_step(state, batches, step, log_due)
         state.hooks.after_step(state)
-        state.code.check_trained(state.model)
-        if step.number == first:
-            state.modules.check_names()
+        state.check_trained()
         evaluation_due = session.is_due(session.eval_every, step.number)
         save_due = session.is_due(session.save_every, step.number)
         state.step_timer.lap(pausing=log_due or evaluation_due or save_due)
