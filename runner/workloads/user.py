@@ -16,7 +16,7 @@ from torch.nn.functional import mse_loss
 
 from runner.batching import Plan
 from runner.config import functions, user_code
-from runner.config.errors import ABSENT, ConfigError, check
+from runner.config.errors import ABSENT, ConfigError, check, described
 from runner.data.base import IGNORED, Batch, CollatedBatch, LabeledSamples, Samples, copied, num_samples_of
 from runner.data.memory import ArraySamples
 from runner.model.user import UserModel
@@ -176,6 +176,17 @@ class UserWorkload(UserCodeWorkload, CrossEntropyWorkload[Samples]):
 
     def _evaluated(self, both: tuple[Tree, Tree], count: int) -> Losses:
         return losses_of(self._given(*both), count, self._loss, self._batch_size)
+
+    def outputs(self, model: torch.nn.Module, inputs: Tree) -> Any:
+        try:
+            return super().outputs(model, inputs)
+        except TypeError as error:
+            for each in inputs.values() if isinstance(inputs, Mapping) else [inputs]:
+                is_listed = isinstance(each, list) and all(isinstance(part, torch.Tensor) for part in each)
+                why = f"it raises {described(error)}: of a list of numbers in a sample, torch makes a tensor for each"
+                remedy = "return tensors: torch.tensor(numbers), or with_format('torch') of Hugging Face"
+                check(not is_listed or any(part.dim() != 1 for part in each), "model", ABSENT, why, remedy)
+            raise
 
     @property
     def loss_form(self) -> tuple[tuple[str, ...], bool] | None:

@@ -215,6 +215,13 @@ def test_what_is_wrong_in_a_loss_or_a_metric_is_said_with_its_line(part, given, 
     assert not steps
 
 
+@pytest.mark.parametrize("sample", [([1.0, 2.0], 0), {"input": [1.0, 2.0], "label": 0}])
+def test_lists_of_numbers_that_a_network_does_not_take_are_refused_with_a_remedy(sample):
+    with pytest.raises(ConfigError, match="must be Tensor, not list") as refused:
+        train([], lambda: nn.Linear(2, 3), data=[sample] * 30)
+    assert "with_format('torch')" in refused.value.remedy
+
+
 def of_all(outputs: torch.Tensor, targets: torch.Tensor) -> int:
     if len(targets) < 21:
         raise ValueError("too few")
