@@ -126,6 +126,7 @@ RIGHT: dict[str, list[str]] = {
     "masked_steps": ["accumulation=2", "parallel=ddp"],
     "steps_first": ["parallel=pipeline parallel.cuts=[1]"],
     "integers": ["parallel=pipeline"],
+    "detached": ["parallel=pipeline parallel.engine=streams parallel.cuts=[1]"],
     "vectorized": ["parallel=single", "parallel=fsdp"],
     "own_linear": ["parallel=fsdp", "parallel=pipeline"],
     "temperature": ["parallel=ddp"],

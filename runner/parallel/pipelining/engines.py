@@ -241,13 +241,13 @@ class StreamEngine:
 
         for micro, position in clock(len(chunks), len(self.stages)):
             stage = last - position
-            gradient = self._gradient_copies[stage].receive(pending.pop(micro))[0] if stage < last else None
+            gradient = self._gradient_copies[stage].receive(pending.pop(micro))[0] if micro in pending else None
             x, y = inputs_of.pop((micro, stage)), outputs_of.pop((micro, stage))
             with self._timeline.span(stage, "backward", micro, self.devices[stage]):
-                if y.requires_grad:  # not that of a first stage whose parameters are frozen
+                # Not that of a first stage whose parameters are frozen, or of outputs that the next one detaches.
+                if y.requires_grad and (stage == last or gradient is not None):
                     y.backward(gradient)
-            if stage:
-                assert x.grad is not None
+            if stage and x.grad is not None:
                 pending[micro] = self._gradient_copies[stage - 1].send((x.grad,))
 
     def _chunks(self, tree: Tree) -> list[Tree]:
