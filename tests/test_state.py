@@ -252,10 +252,8 @@ class RegistersHook(nn.Linear):
 def test_a_hook_that_a_resumed_run_would_lack_is_said(tmp_path):
     options = [*SHORT, f"output_root={tmp_path}", "steps=1", "eval_every=0"]
     directory = runner.train(options, model=lambda: RegistersHook(5, 3), data=DATA).directory
-    assert (
-        "RegistersHook.weight.hooks changes in training, and no checkpoint has it"
-        in (directory / "log.txt").read_text()
-    )
+    said = "RegistersHook.weight.hooks changes in training, and no checkpoint has it"
+    assert said in (directory / "log.txt").read_text()
 
 
 def test_a_hook_that_makes_parameters_says_that_no_run_can_be_loaded(tmp_path):

@@ -226,8 +226,7 @@ def largest_difference(got: dict[str, Any], wanted: dict[str, Any]) -> float:
     """The largest relative difference over all tensors, ‖got − wanted‖ / ‖wanted‖."""
     assert got.keys() == wanted.keys()
     pairs = {n: (got[n].double(), wanted[n].double()) for n in wanted}
-    differences = {
-        n: (ours - theirs)[ours != theirs].norm() for n, (ours, theirs) in pairs.items()
-    }  # not of infinities
+    # Of equal infinities, as in a mask, the difference is no number.
+    differences = {n: (ours - theirs)[ours != theirs].norm() for n, (ours, theirs) in pairs.items()}
     norms = {n: theirs[theirs.isfinite()].norm().clamp_min(1e-12) for n, (_, theirs) in pairs.items()}
     return max((differences[n] / norms[n]).item() for n in wanted)
