@@ -31,6 +31,7 @@ def try_evaluation(state: State) -> None:
     _evaluate(state, few_samples)
     all_samples = session.workload.all_samples()
     if any(session.collectives.all_gather(all_samples is not None)):
+        log.info("a metric cannot be computed of a few samples: before the first step, all held-out ones are evaluated")
         _evaluate(state, all_samples or nullcontext())
 
 

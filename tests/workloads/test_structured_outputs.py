@@ -229,7 +229,9 @@ def of_all(outputs: torch.Tensor, targets: torch.Tensor) -> int:
 
 
 def test_a_metric_that_needs_more_than_a_few_samples_is_tried_on_all_before_the_first_step():
-    assert train([], Net, metrics={"mine": of_all}).evaluation["eval/mine"] == 21
+    result = train([], Net, metrics={"mine": of_all})
+    assert result.evaluation["eval/mine"] == 21
+    assert "all held-out ones are evaluated" in (result.directory / "log.txt").read_text()
 
 
 @pytest.mark.parametrize("network", NETWORKS)
