@@ -2,7 +2,8 @@
 # onnxscript: some operations are exported as others, without a word.
 #
 # onnxscript 0.7.2, torch 2.14.1, onnx 1.23.2, onnxruntime 1.32.0, CPython 3.11.
-# Guess: torch.onnx.export(dynamo=True) of one operation computes it in onnxruntime, or is refused. So did 140 that were tried.
+# Guess: torch.onnx.export(dynamo=True) of one operation computes it in onnxruntime, or is refused. So it is for some 180
+#   others.
 # Seen: scatter_reduce with "mean" is exported as the sum, so that a network on a graph adds up its neighbours;
 #   avg_pool2d ignores divisor_override; logcumsumexp is minus infinity where the largest value, which may come later, is
 #   some 100 above; logsigmoid(-99.7) is minus infinity, as it is the logarithm of a sigmoid that is 0. No warning.
