@@ -52,7 +52,7 @@ class BatchMaker:
         name = type(self.dataset).__name__
         numbered = [*zip(numbers, samples, strict=True)]
         for index, sample in numbered:
-            check_unmasked(sample, name, f"sample {index}")
+            _check_unmasked(sample, name, f"sample {index}")
         try:
             inputs, targets = self._divided(default_collate(samples), "a batch", len(samples))
         except (ConfigError, KeyError, RuntimeError, TypeError) as error:
@@ -82,7 +82,7 @@ class BatchMaker:
         except Exception as error:
             remedy = f"correct collate{functions.place(self.collate)}"
             raise DataError("collate", described(error), remedy) from error
-        check_unmasked(batch, "collate", "what it returns")
+        _check_unmasked(batch, "collate", "what it returns")
         inputs, targets = self._divided(batch, "what collate returns", len(samples))
         if self.is_divided:
             inputs, targets = map_leaves(_without_array, (inputs, targets))
@@ -130,7 +130,7 @@ class Fetch(BatchMaker):
             raise DataError(f"sample {index} of {type(self.dataset).__name__}", described(error), remedy) from error
 
 
-def check_unmasked(tree: Tree, name: str, what: str) -> None:
+def _check_unmasked(tree: Tree, name: str, what: str) -> None:
     """Refuse masked values, which would be replaced by what is below the mask, in `what` of the data set `name`."""
     for _, leaf in leaves_of(tree):
         if is_masked_tensor(leaf) or (isinstance(leaf, np.ma.MaskedArray) and np.ma.is_masked(leaf)):

@@ -52,10 +52,8 @@ class UserModel(Model):
 
 
 def _checked(model: torch.nn.Module) -> torch.nn.Module:
-    why, remedy = (
-        "torch.jit has compiled it, so that it takes no hooks",
-        "return the module itself; compile=true compiles it",
-    )
+    why = "torch.jit has compiled it, so that it takes no hooks"
+    remedy = "return the module itself; compile=true compiles it"
     check(not isinstance(model, torch.jit.ScriptModule), "", type(model).__name__, why, remedy)
     if (plain := getattr(model, "_orig_mod", None)) is None:
         its = {id(parameter) for parameter in model.parameters()}

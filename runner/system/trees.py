@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard
 
 import torch
 
@@ -22,7 +22,7 @@ def map_leaves(function: Callable[..., Any], *trees: Any) -> Any:
     A leaf is whatever is not a container, such as None. Raises a `ValueError` if the structures differ.
     """
     first = trees[0]
-    if isinstance(first, torch.Tensor):  # most are: the other questions take longer
+    if isinstance(first, torch.Tensor) or type(first) in _PLAIN:  # most are: the other questions take longer
         return function(*trees)
     if isinstance(first, Mapping):
         if any(not isinstance(each, Mapping) or each.keys() != first.keys() for each in trees):
@@ -41,7 +41,7 @@ def map_leaves(function: Callable[..., Any], *trees: Any) -> Any:
         mapped = first._make(values)  # pyright: ignore[reportAttributeAccessIssue]
         vars(mapped).update(vars(first)) if hasattr(first, "__dict__") else None
         return mapped
-    if dataclasses.is_dataclass(first) and not isinstance(first, type) and not hasattr(first, "__array__"):
+    if _is_dataclass(first):
         mapped = copy.copy(first)
         for field in dataclasses.fields(first):
             if hasattr(first, field.name):
@@ -61,9 +61,14 @@ def _is_packed(value: Any) -> bool:
     return isinstance(value, torch.nn.utils.rnn.PackedSequence)  # which importing torch lazily does not need
 
 
+def _is_dataclass(value: Any) -> TypeGuard[Any]:
+    """Return whether `value` is an object of a dataclass, and no array, as those of Zarr are."""
+    return dataclasses.is_dataclass(value) and not isinstance(value, type) and not hasattr(value, "__array__")
+
+
 def _attributes(value: Any) -> dict[str, Any]:
     """Return the attributes of an object that are tensors, or lists and mappings of some, as of a batch of graphs."""
-    if type(value) in _PLAIN or isinstance(value, type | torch.nn.Module):
+    if isinstance(value, type | torch.nn.Module):
         return {}
 
     def holds(each: Any) -> bool:
@@ -164,14 +169,14 @@ def rows_of(tree: Tree, start: int, stop: int) -> Tree:
 
 def leaves_of(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the leaves of a tree, as in `map_leaves`, with their names, such as `outputs.logits` and `outputs.0`."""
-    if isinstance(tree, torch.Tensor):
+    if isinstance(tree, torch.Tensor) or type(tree) in _PLAIN:
         yield name, tree
         return
     if isinstance(tree, (list, tuple)) and not isinstance(tree, torch.Size):  # first, as it is found fastest
         parts: Any = enumerate(tree)
     elif isinstance(tree, (dict, Mapping)):
         parts = tree.items()
-    elif dataclasses.is_dataclass(tree) and not isinstance(tree, type) and not hasattr(tree, "__array__"):
+    elif _is_dataclass(tree):
         parts = ((each.name, getattr(tree, each.name)) for each in dataclasses.fields(tree) if hasattr(tree, each.name))
     elif attributes := _attributes(tree):
         parts = attributes.items()

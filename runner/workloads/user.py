@@ -181,11 +181,12 @@ class UserWorkload(UserCodeWorkload, CrossEntropyWorkload[Samples]):
         try:
             return super().outputs(model, inputs)
         except TypeError as error:
-            for each in inputs.values() if isinstance(inputs, Mapping) else [inputs]:
-                is_listed = isinstance(each, list) and all(isinstance(part, torch.Tensor) for part in each)
+            each = inputs.values() if isinstance(inputs, Mapping) else [inputs]
+            lists = [parts for parts in each if isinstance(parts, list)]
+            if any(all(isinstance(part, torch.Tensor) and part.dim() == 1 for part in parts) for parts in lists):
                 why = f"it raises {described(error)}: of a list of numbers in a sample, torch makes a tensor for each"
                 remedy = "return tensors: torch.tensor(numbers), or with_format('torch') of Hugging Face"
-                check(not is_listed or any(part.dim() != 1 for part in each), "model", ABSENT, why, remedy)
+                raise ConfigError("model", ABSENT, why, remedy) from error
             raise
 
     @property
