@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import logging
 import warnings
+from collections import UserDict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from numbers import Integral, Real
 from operator import itemgetter
@@ -114,6 +115,13 @@ def _are_arrays(tree: Tree) -> bool:
     return hasattr(tree, "__array__")  # of torch, NumPy and pandas
 
 
+def _dicts(tree: Tree) -> Tree:
+    """Return a tree with dicts in place of mappings that may not take tensors of another length, such as files."""
+    if type(tree) is dict or (isinstance(tree, Mapping) and not isinstance(tree, dict | UserDict)):
+        return {key: _dicts(each) for key, each in tree.items()}
+    return tuple(map(_dicts, tree)) if type(tree) is tuple else tree
+
+
 class Arrays(Dataset):
     """The samples in tensors, or trees of tensors, which have a row for each; targets may be `()`, as in `whole`."""
 
@@ -159,7 +167,7 @@ def data_set(given: Any, is_divided: bool = True) -> Any:
         remedy += "are a tuple or a dict, and so are several targets, as in ((images, tables), (classes, weights))"
         check(_is_array_form(given) or not is_divided, "", name, why, remedy)
         is_whole = not is_divided and (isinstance(given, Mapping) or len(given) != 2)
-        inputs, targets = map_leaves(_tensor, (given, ()) if is_whole else pair(given, "it", name))
+        inputs, targets = map_leaves(_tensor, _dicts((given, ()) if is_whole else pair(given, "it", name)))
         lengths = [len(each) for each in tensors_of((inputs, targets))]
         is_plain = isinstance(inputs, torch.Tensor) and isinstance(targets, torch.Tensor)
         why = f"there are {lengths[0]} inputs and {lengths[-1]} targets"
@@ -180,6 +188,9 @@ def data_set(given: Any, is_divided: bool = True) -> Any:
     why = "an iterator can be read once only, and a run reads its data several times"
     is_iterator = isinstance(given, Iterator)
     check(not is_iterator, "", name, why, "yield the samples in __iter__ of a torch.utils.data.IterableDataset")
+    why, choice = "the items of a table are its columns, and no samples", "(table[[…]], table[…]): inputs and targets"
+    is_table = hasattr(given, "__array__") and len(_columns(given)) > 0
+    check(not is_table, "", name, why, f"pass {choice if is_divided else 'an array: table.to_numpy()'}")
     is_map_style = hasattr(given, "__getitem__") and hasattr(given, "__len__")
     more = ", and two of them as a tuple (training, held out)" * isinstance(given, tuple | dict | NoneType)
     usable = is_map_style and not isinstance(given, tuple | dict | str)

@@ -12,7 +12,7 @@ import pandas
 import pytest
 import torch
 from helpers import user_objects
-from helpers.array_likes import Closed, Column, Table, masked_positive
+from helpers.array_likes import Closed, Column, Group, Table, masked_positive
 from helpers.plain_loop import largest_difference, weights_at
 from helpers.user_objects import (
     TENSORS,
@@ -200,6 +200,7 @@ MISSING = pandas.array([1, None, *[2] * 58], dtype="Int64")
         ((Column(MASKED), Y), ("row 6, column 3 is masked",)),
         ((X, Column(Y.numpy(), 2)), ("2 of its values are missing",)),
         ((Table({"a": Column(np.zeros(60), 1), "b": Column(np.zeros(60))}), Y), ("1 of its values are missing",)),
+        (pandas.DataFrame({"a": [1.0] * 9, "label": [1] * 9}), ("columns, and no samples", "table[[…]]")),
         ((masked_positive(X), Y), ("a masked tensor",)),
         ((X.to_sparse(), Y), ("a sparse_coo tensor", "dense")),
         ((X, Y, Y), ("3 arrays", "several targets")),
@@ -236,6 +237,8 @@ def test_arrays_without_masked_values_and_large_types_are_numbers():
         found = in_order(loaded((pair, (X, Y)))[0])
         assert found[0].equal(wanted[0])
         assert found[1].equal(wanted[1])
+    for group in ((Group(part=Group(x=X)), Y), Group(part=Group(x=X), labels=Y)):
+        assert in_order(loaded((group, ({"part": {"x": X}}, Y)))[0])[0]["part"]["x"].equal(wanted[0])
 
 
 class Made(Rows):

@@ -59,3 +59,22 @@ class Closed(Mapping[str, Any]):
 
     def __iter__(self) -> Iterator[str]:
         raise ValueError("it is closed")
+
+
+class Group(Mapping[str, Any]):
+    """A group of a file of HDF5, into which nothing may be written."""
+
+    def __init__(self, **parts: Any):
+        self.parts = parts
+
+    def __getitem__(self, key: str) -> Any:
+        return self.parts[key]
+
+    def __len__(self) -> int:
+        return len(self.parts)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.parts)
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        raise PermissionError
