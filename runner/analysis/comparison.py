@@ -178,22 +178,20 @@ class Comparison:
     def reference(self) -> Row | None:
         """The row with which the others are compared; None with several metrics, or without a row with two seeds."""
         rows = self.rows if len(self.metrics) == 1 else []
-        return self.against or next((row for row in rows if len(self._by_seed(row)) > 1), None)
+        return self.against or next((row for row in rows if len(self.by_seed(row)) > 1), None)
 
     @cached_property
     def contrasts(self) -> dict[int, Contrast]:
         """The comparison of `quality` with that of the reference by the index of a row, as far as seeds permit one."""
         if self.reference is None:
             return {}
-        theirs = self._by_seed(self.reference)
-        every = {
-            i: contrast(self._by_seed(row), theirs) for i, row in enumerate(self.rows) if row is not self.reference
-        }
+        theirs = self.by_seed(self.reference)
+        every = {i: contrast(self.by_seed(row), theirs) for i, row in enumerate(self.rows) if row is not self.reference}
         found = {index: each for index, each in every.items() if each}
         return dict(zip(found, corrected(list(found.values()), is_best=self.against is None), strict=True))
 
-    def _by_seed(self, row: Row) -> dict[str, float]:
-        """Return the `quality` of a row by seed; of several runs with the same seed, the mean."""
+    def by_seed(self, row: Row) -> dict[str, float]:
+        """Return the `quality` of a row by seed, without seeds that lack it; of several runs with a seed, the mean."""
         values: dict[str, list[float]] = {}
         for run in row.runs:
             if self.quality in (numbers := self.measured(run)):

@@ -48,7 +48,7 @@ def _matching_metrics(runs: list[MeasuredRun], name: str | None) -> list[str]:
         return [name]
     if found := [tag for tag in tags if tag.rpartition("/")[2] == name]:
         return found
-    raise ConfigError("--metric", name, "no run that is done has this metric;", did_you_mean(name, tags))
+    raise ConfigError("--metric", name, "no run that is done has a finite value of it;", did_you_mean(name, tags))
 
 
 def direction(metric: str, runs: Iterable[MeasuredRun]) -> str:

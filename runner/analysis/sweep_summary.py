@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import shlex
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 from runner.analysis.comparison import Comparison, Row
@@ -21,7 +22,7 @@ def find_best(path: Path) -> str | None:
     """Return a line with the best combination of the sweep at `path`; None if no finished job has been evaluated.
 
     With several metrics, each combination on their front has a line. Jobs that differ only in their seed are one
-    combination, which is ranked by their mean. A combination with fewer finished seeds than another one does not count.
+    combination, which is ranked by their mean. One with fewer seeds that have a value than another does not count.
     """
     compared = _compared(path)
     rows = [row for row in compared.rows if compared.quality in row.measures] if compared and compared.metric else []
@@ -30,18 +31,19 @@ def find_best(path: Path) -> str | None:
     if len(compared.metrics) > 1:
         lines = [_described(compared, row, "front", [*compared.metrics]) for row in compared.front]
         return first_lines(lines or [f"no job has a value of each of {', '.join(map(printable, compared.metrics))}"])
-    most = max(row.seeds for row in rows)
-    return _described(compared, next(row for row in rows if row.seeds == most), "best", [compared.quality])
+    counts = [len(compared.by_seed(row)) for row in rows]
+    return _described(compared, rows[counts.index(max(counts))], "best", [compared.quality])
 
 
 def _described(compared: Comparison, row: Row, word: str, measures: list[str]) -> str:
     """Return `word`, these measures of a row, and its options or, of a single run, the name of its directory."""
-    count = len(row.runs)
-    mean = f"{count} seeds" if count == row.seeds else f"{count} runs ({row.seeds} seed{'s' * (row.seeds > 1)})"
+    runs = [run for run in row.runs if {*measures} <= compared.measured(run).keys()]
+    count, seeds = len(runs), replace(row, runs=runs).seeds
+    mean = f"{count} seeds" if count == seeds else f"{count} runs ({seeds} seed{'s' * (seeds > 1)})"
     line = ", ".join(f"{tag} {row.measures[name]}" for tag, name in zip(compared.metrics, measures, strict=True))
     line += f", the mean of {mean}" if count > 1 else ""
     words = shlex.join(f"{key}={format_value(value)}" for key, value in row.values.items())
-    name = words if count > 1 else row.runs[0].directory.name
+    name = words if len(row.runs) > 1 else row.runs[0].directory.name
     return printable(f"{word} {line}: {name}" if name else line)
 
 

@@ -141,6 +141,14 @@ def notes(comparison: Comparison) -> list[str]:
         found.append(f"front: no other row is at least as good in each of {goals}, and better in one.")
         if without := len(rows) - comparison.num_comparable:
             found.append(f"Rows with fewer seeds, or of which a run lacks a metric, are not on it: {without}.")
+    elif without := sum(
+        comparison.quality not in comparison.measured(run)
+        for row in rows
+        if comparison.quality in row.measures
+        for run in row.runs
+    ):
+        title = comparison.title(comparison.quality)
+        found.append(f"Without a finite {title}, and so in no mean of it: {without} of the runs that are done.")
     single = sum(row.seeds < 2 for row in rows) if len(rows) > 1 else 0
     if single and single == len(rows):
         found.append(

@@ -216,7 +216,10 @@ def test_control_characters_are_escaped_and_symbolic_links_are_not_followed(swee
 @pytest.mark.cases(
     (["~nobody-of-this-name/x"], "PATH: got '~nobody-of-this-name/x': there is no such directory\n  name a run"),
     (["empty"], "PATH: got 'empty': it contains no run\n  name a run directory"),
-    (["sweep", "--metric", "accuracies"], "--metric: got 'accuracies': no run that is done has this metric;\n"),
+    (
+        ["sweep", "--metric", "accuracies"],
+        "--metric: got 'accuracies': no run that is done has a finite value of it;\n",
+    ),
 )
 def test_invalid_paths_and_options_are_refused(arguments, why, sweep, monkeypatch, capsys):
     monkeypatch.chdir(sweep.parent)

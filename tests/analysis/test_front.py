@@ -140,7 +140,7 @@ def test_a_sweep_in_which_no_job_has_all_metrics_has_an_empty_front(tmp_path, ca
 @pytest.mark.cases(
     (["--metric", f"accuracy,{RATE}", "--against", "optimizer.lr=1"], "--against: got 'optimizer.lr=1': rows"),
     (["--metric", f"{RATE},samples_per_second"], f"--metric: got '{RATE},samples_per_second': a metric is in it twice"),
-    (["--metric", "accuracy,f1"], "--metric: got 'f1': no run that is done has this metric;"),
+    (["--metric", "accuracy,f1"], "--metric: got 'f1': no run that is done has a finite value of it;"),
     (["--goal", "min"], f"--goal: got 'min': it must be min or max for each of eval/accuracy, {RATE}\n"),
     (["--metric", "accuracy", "--goal", "best"], "--goal: got 'best': it must be min or max for each of eval/accuracy"),
 )

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,9 @@ from helpers.compose import compose_config
 from helpers.events import hparams_tab, load_events, multiplexer_of
 from helpers.handmade_runs import evaluation_entries, save_ledger, write_run_directory
 
+from runner.analysis.comparison import Comparison
 from runner.analysis.sweep_summary import find_best, write_summary
+from runner.analysis.tables import notes
 from runner.tracking.recorder import Recorder
 from runner.tracking.tensorboard import TensorBoard
 
@@ -133,11 +136,13 @@ def test_the_best_job(metric, tmp_path):
 
 
 def test_jobs_that_differ_only_in_their_seed_are_compared_by_their_mean(tmp_path):
-    """The highest value is one of the learning rate 2, whose mean is lower; of the rate 3, one seed has crashed."""
+    """The highest value is one of the learning rate 2, whose mean is lower; of the rates 3 and 4, one seed has none."""
     values = {("1", 0): 0.75, ("1", 1): 0.85, ("2", 0): 0.95, ("2", 1): 0.25, ("3", 0): 0.9, ("3", 1): None}
+    values |= {("4", 0): 0.99, ("4", 1): math.nan}
     jobs: list[Job] = [([f"optimizer.lr={rate}", f"seed={seed}"], value) for (rate, seed), value in values.items()]
     found = find_best(save_sweep(tmp_path / "both", *jobs))
     assert found == "best eval/accuracy 0.800 ± 0.071, the mean of 2 seeds: optimizer.lr=1"
+    assert any("mean of it: 1 of the runs" in note for note in notes(Comparison([tmp_path / "both"])))
     write_summary(tmp_path / "both")
     assert "| 1 | 2 | 0.800 ± 0.071 |" in told(tmp_path / "both")
     assert "| 2 | 2 | 0.60 ± 0.49 |" in told(tmp_path / "both")
