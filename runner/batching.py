@@ -127,6 +127,11 @@ class Plan:
         return self.data_shard[1] * self.step_shard[1]
 
     @property
+    def num_parts(self) -> int:
+        """The number of backward passes, over all processes, that a batch takes."""
+        return self.accumulation * self.chunks * self.data_shard[1]
+
+    @property
     def steps_per_round(self) -> int:
         return self.step_shard[1]
 

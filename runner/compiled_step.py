@@ -157,6 +157,7 @@ class CompiledStep:
 
         with self._state.run.precision.autocast():
             loss, sums = self._state.run.workload.loss(network, batch)  # pyright: ignore[reportArgumentType]
+            loss = self._state.run.parallel.of_batch(loss, sums)
         return loss * weight, (sums, buffers)
 
     def _add_gradients(self, batch: Any, weight: float) -> BatchSums:
@@ -176,7 +177,7 @@ class CompiledStep:
         """Add the gradients of the last micro-batch, divide them, and update; `count` is that of the ones before."""
         run = self._state.run
         sums = self._add_gradients(batch, weight)
-        if self._has_own_count:
+        if self._has_own_count and self._accumulates:
             factor = run.batch_size / (count + sums[1, 0])
             for gradient in self._gradients.values():
                 gradient.mul_(factor.to(gradient.dtype))

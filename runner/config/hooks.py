@@ -44,8 +44,8 @@ def watched(name: str, hook: Callable[..., object]) -> Callable[..., object]:
 
     modules, at_first = functools.cache(lambda model: [*model.modules()]), functools.cache(names)
 
-    def trained(model: Any) -> list[Any]:  # without names, which take longer to find than a small step
-        found = [p is not None and p.requires_grad for each in modules(model) for p in each._parameters.values()]
+    def trained(model: Any) -> list[Any]:  # whole names take longer to find than a small step
+        found = [(k, p is not None and p.requires_grad) for each in modules(model) for k, p in each._parameters.items()]
         return found + [id(child) for each in modules(model) for child in each._modules.values()]
 
     def called(state: Any, *more: Any) -> None:
@@ -58,7 +58,7 @@ def watched(name: str, hook: Callable[..., object]) -> Callable[..., object]:
         if trained(state.model) != trained_before:
             modules.cache_clear()  # some may have been replaced
             if changed := sorted(at_first(state.model) ^ names(state.model)):
-                why = f"it changes requires_grad ({changed[0]}), but what is trained is decided before the first step"
+                why = f"it changes what is trained ({changed[0]}), which is decided before the first step"
                 remedy = "model.freeze=[…] in a first run, and model.weights=FILE, a checkpoint of it, in a second one"
                 raise ConfigError(name, ABSENT, why, remedy)
         if rates(state) != before:

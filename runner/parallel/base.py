@@ -41,6 +41,7 @@ class Parallel:
     """The name of the mode in the first lines of the log."""
 
     difference: ClassVar[str] = ""
+    _is_divided = False  # whether the gradients of this step are those of a mean already
     """Why the results of several processes differ from those of a single device; empty if they are equal but for
     rounding."""
 
@@ -141,6 +142,8 @@ class Parallel:
         precision = self._session.precision
         with timer.section("forward"), precision.autocast():
             loss, sums = self._loss(model, batch)
+            mean = self.of_batch(loss, sums)
+        self._is_divided, loss = mean is not loss, mean
         with timer.section("backward"):
             precision.backward(loss * micro.weight if micro.weight != 1 else loss)
         return sums
@@ -148,12 +151,24 @@ class Parallel:
     def _loss(self, model: torch.nn.Module, batch: Any) -> tuple[torch.Tensor, BatchSums]:
         return self._session.workload.loss(model, batch)
 
+    def of_batch(self, loss: torch.Tensor, sums: BatchSums) -> torch.Tensor:
+        """Return the `loss` per sample divided by the mean count per sample, if one pass computes the whole batch.
+
+        What clips gradients in the backward pass, as a hook does, then sees those of the mean.
+        """
+        plan, form = self._session.plan, self._session.workload.loss_form
+        if plan.num_parts > 1 or form is None or not form[1]:
+            return loss
+        return loss * (plan.batch_size / sums[1, 0]).to(loss.dtype)
+
     def divide_gradients(self, model: torch.nn.Module, count: torch.Tensor) -> None:
         """Divide the gradients, which are those of a loss per sample, by the mean count per sample.
 
         `count`, a scalar on the device, is that of this process: the processes that share the batch add up theirs.
         """
-        plan = self._session.plan
+        plan, is_divided, self._is_divided = self._session.plan, self._is_divided, False
+        if is_divided:
+            return
         if plan.data_shard[1] > 1 or plan.splits_network:
             count = self._session.collectives.all_reduce({"count": count})["count"]
         factor = plan.batch_size / count

@@ -1,4 +1,4 @@
-"""What a forward pass in training leaves to the next one, as the vectors of spectral normalization."""
+"""What a first step does not show: state that a forward pass leaves to the next one, and gradients that are clipped."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from runner.batching import Plan
 from runner.code_state import CodeState, roots_of
 from runner.data.base import copied
-from runner.parallel.attributes import plain_values
+from runner.parallel.attributes import plain_values, set_values
 from runner.parallel.buffers import named_buffers, with_own_memory
 from runner.parallel.session import Session
 from runner.run import Run
@@ -20,6 +20,9 @@ from runner.seeds import random_states, set_random_states
 from runner.verification.verdict import FLOAT32_ROUNDING, largest_difference
 
 log = logging.getLogger(__name__)
+
+_LARGER = 2.0**13
+"""By how much a loss is larger, whose gradients may be clipped; of a power of two, nothing is rounded."""
 
 
 def carried_state(run: Run, session: Session, parts: int) -> str:
@@ -62,10 +65,44 @@ def carried_state(run: Run, session: Session, parts: int) -> str:
         first = gradients()
         _add_to(named_buffers([*modules]) | code.tensors(), 1, lambda name: name in changed)
         depends = largest_difference(gradients(), first).size > FLOAT32_ROUNDING
+        if not depends:  # a counter may change something in a later step
+            set_values(modules, {name: after[name] + 1000 for name in changed if type(after.get(name)) is int}, {})
+            for name in {*changed} & {*(buffers := named_buffers([*modules]))}:
+                buffers[name] += 1000 * (buffers[name].dtype in (torch.int32, torch.int64))
+            depends = largest_difference(gradients(), first).size > FLOAT32_ROUNDING
     except Exception as error:  # of code that does not take all values, as of a matrix that it inverts
         log.debug("what a forward pass leaves to the next one is not known", exc_info=error)
         return ""
     return changed[0].partition(".")[2] if depends else ""
+
+
+def clipped_gradient(run: Run, session: Session, parts: int) -> str:
+    """Return the name of a parameter whose gradient is no multiple of the loss's, as a hook or a function clips it.
+
+    It is empty if there is none. The gradients of the first of `parts` of a batch are computed for two sizes of the
+    loss, as that of a part may have another size than that of the batch. `run` is a copy, whose components are changed.
+    """
+    workload, devices = run.workload, session.devices
+    model = with_own_memory(run.precision.convert(workload.build_model())).to(session.device).train()
+    batch = next(workload.batches(model, Plan(run.batch_size, parts, seed=session.plan.seed), 0, session.device))
+    random = random_states(devices)
+    try:
+        for phase in workload.phases(model):
+            workload.phase, found = phase.name, list[dict[str, torch.Tensor]]()
+            with run.precision.autocast():
+                loss, _ = workload.loss(model, copied(batch))
+            for factor in (1, _LARGER):
+                set_random_states(random, devices)
+                model.zero_grad()
+                (loss * factor).backward(retain_graph=True)
+                found.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+            for each in found[0].values():
+                each *= _LARGER
+            if (most := largest_difference(*found)).size > FLOAT32_ROUNDING:
+                return most.where
+    except Exception as error:  # of code that has one backward pass only
+        log.debug("whether gradients are clipped is not known", exc_info=error)
+    return ""
 
 
 def _add_to(tensors: Mapping[str, torch.Tensor], amount: float, is_meant: Callable[[str], bool]) -> None:

@@ -42,7 +42,7 @@ from runner.system.lazy_import import nothing_frozen
 from runner.system.memory import too_little_memory_raises
 from runner.tracking.log_file import quiet
 from runner.tracking.metrics import DivergedError
-from runner.verification.carried_state import carried_state
+from runner.verification.carried_state import carried_state, clipped_gradient
 from runner.verification.steps import Steps, record
 from runner.verification.verdict import (
     FLOAT32_ROUNDING,
@@ -137,7 +137,7 @@ class _Proof:
     def __init__(self, run: Run, session: Session, ways: Mapping[str, str], scratch: Path):
         self._run, self._session, self._ways, self._scratch = run, session, ways, scratch
         plan = session.plan
-        self._num_parts = plan.accumulation * plan.chunks * plan.num_data_ranks
+        self._num_parts = plan.num_parts
         self._fine = run.precision if run.precision.tolerance <= Precision.tolerance else Precision()
         self._references: dict[tuple[type[Precision], int], Steps] = {}
         self._tested: dict[type[Precision], Steps] = {}
@@ -173,6 +173,9 @@ class _Proof:
     def _choose(self) -> tuple[int, str, str]:
         """Return the index of what switches random numbers off, why nothing can be compared, and why none is off."""
         fine = self._fine
+        if self._num_parts > 1 and (name := self._of_one_device(clipped_gradient)):
+            why = f"the gradient of {name} is no multiple of that of the loss, as of a hook that limits it"
+            raise self._refused(f"{why}, and in parts of a batch, losses have another size")
         try:
             draws = ""
             for self._switch in range(len(_SWITCHES)):
@@ -301,8 +304,11 @@ class _Proof:
 
     def _carried(self) -> str:
         """Return the name of what a forward pass in training leaves to the next one (see `carried_state`)."""
+        return self._of_one_device(carried_state)
+
+    def _of_one_device(self, find: Callable[[Run, Session, int], str]) -> str:
         with code_state.before(self._run).unchanged():
-            return carried_state(self._copied(self._fine, Parallel()), self._session, self._num_parts)
+            return find(self._copied(self._fine, Parallel()), self._session, self._num_parts)
 
     def _remark(self) -> str:
         if self._parts > 1:

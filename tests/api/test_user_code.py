@@ -15,6 +15,7 @@ from helpers.runs import assert_checkpoint_bitwise_equal, checkpoint_tensors
 from helpers.user_objects import TENSORS, Net, Rows, chain, smooth
 from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss
+from torch.nn.utils import prune
 
 import runner
 from runner.config import user_code
@@ -249,18 +250,21 @@ def test_a_hook_that_sets_the_learning_rate_changes_nothing_and_is_told_once(cap
         assert len(caplog.messages) == count
 
 
-@pytest.mark.cases((False, "single"), (True, "single"), (False, "ddp"))
-def test_a_hook_that_freezes_or_unfreezes_parameters_ends_the_run(is_trained, mode):
+@pytest.mark.cases((False, "single"), (True, "single"), (False, "ddp"), (None, "single"))
+def test_a_hook_that_freezes_unfreezes_or_prunes_parameters_ends_the_run(is_trained, mode):
     def network() -> torch.nn.Module:
         made = chain()
-        made[0].requires_grad_(not is_trained)
+        made[0].requires_grad_(is_trained is not True)
         return made
 
     def change(state: Any) -> None:
-        if state.step == 2:
+        if state.step == 2 and is_trained is None:
+            prune.l1_unstructured(state.model[0], "weight", amount=0.5)
+        elif state.step == 2:
             state.model.get_submodule("0").requires_grad_(is_trained)
 
-    with pytest.raises(runner.ConfigError, match=r"after_step: it changes requires_grad \(0.bias\)"):
+    changed = "weight" if is_trained is None else "bias"
+    with pytest.raises(runner.ConfigError, match=rf"after_step: it changes what is trained \(0.{changed}\)"):
         train([*SHORT, f"parallel={mode}"], model=network, after_step=change)
 
 

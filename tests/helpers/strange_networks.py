@@ -38,6 +38,11 @@ def numbers(count: int = 48) -> tuple[torch.Tensor, torch.Tensor]:
     return inputs, (inputs[:, 0] * inputs[:, 1] > 0).long()
 
 
+def ignored() -> tuple[torch.Tensor, torch.Tensor]:
+    inputs, targets = numbers()
+    return inputs, targets.masked_fill(torch.arange(48) % 3 == 0, -100)
+
+
 def indices() -> tuple[torch.Tensor, torch.Tensor]:
     inputs = torch.randint(0, 20, (48, 4), generator=torch.Generator().manual_seed(0))
     return inputs, (inputs.sum(1) > 40).long()
@@ -100,6 +105,35 @@ def masked() -> nn.Module:
     mask[:4] = 0
     made[0].weight.register_hook(lambda gradient: gradient * mask.to(gradient.dtype))
     return made
+
+
+def limited(limit: float = 5.0, after: bool = False) -> nn.Module:
+    """Hooks limit each value of a gradient, before or after it is accumulated. In the first step, none is 5."""
+
+    def limits(parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad.clamp_(-limit, limit)
+
+    made = chain(nn.Tanh())
+    for each in made.parameters():
+        if after:
+            each.register_post_accumulate_grad_hook(limits)
+        else:
+            each.register_hook(lambda gradient: gradient.clamp(-limit, limit))
+    return made
+
+
+class LimitsInside(nn.Sequential):
+    """It limits the gradients of what its first layer returns."""
+
+    def __init__(self) -> None:
+        super().__init__(*chain(nn.Tanh()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self[0](x)
+        if y.requires_grad:
+            y.register_hook(lambda gradient: gradient.clamp(-5, 5))
+        return self[2](self[1](y))
 
 
 class AssignsBuffer(nn.Module):
@@ -357,15 +391,15 @@ def spectral_norm() -> nn.Module:
 
 
 class CountsPasses(nn.Module):
-    """A number in an attribute says how many forward passes in training there were, and the next one depends on it."""
+    """A number in an attribute says how many forward passes in training there were, and a later one depends on it."""
 
-    def __init__(self) -> None:
+    def __init__(self, every: int = 1) -> None:
         super().__init__()
-        self.layers, self.count = chain(nn.Tanh()), 1
+        self.layers, self.count, self.every = chain(nn.Tanh()), 1, every
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.count += self.training
-        return self.layers(x / self.count)
+        return self.layers(x / (1 + self.count // self.every))
 
 
 class FillsTable(nn.Module):
@@ -527,6 +561,10 @@ CASES: dict[str, dict[str, Any]] = {
     "never_used": case(NeverUsed),
     "masked": case(masked),
     "masked_object": case(masked()),
+    "limited": case(limited),
+    "limited_after": case(partial(limited, after=True)),
+    "limits_inside": case(LimitsInside),
+    "limited_and_ignored": case(partial(limited, 0.06), ignored()),
     "assigns_buffer": case(AssignsBuffer),
     "assigned_buffer_in_training": case(partial(AssignsBuffer, True)),
     "writes_weights": case(WritesWeights, indices()),
@@ -555,6 +593,7 @@ CASES: dict[str, dict[str, Any]] = {
     "orthogonal": case(orthogonal),
     "spectral_norm": case(spectral_norm),
     "counts_passes": case(CountsPasses),
+    "counts_to_four": case(partial(CountsPasses, 4)),
     "fills_table": case(FillsTable),
     "frozen_integers": case(FrozenIntegers),
     "own_linear": case(lambda: chain(OwnLinear(8, 8))),
