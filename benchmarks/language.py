@@ -169,8 +169,8 @@ def with_runner(folder: str, given: Namespace) -> float:
 
 
 EVERY = {"plain": plain, "accelerate": accelerate, "lightning": lightning, "trainer": trainer, "runner": with_runner}
-PACKAGES = {"accelerate": "accelerate", "lightning": "lightning", "trainer": "transformers"}
-MISSING = [name for name, package in PACKAGES.items() if not find_spec(package)]
+PACKAGES = {"accelerate": ["accelerate"], "lightning": ["lightning"], "trainer": ["transformers", "accelerate"]}
+MISSING = [name for name, packages in PACKAGES.items() if not all(map(find_spec, packages))]
 CONTENDERS: Contenders = {name: function for name, function in EVERY.items() if name not in MISSING}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -20,19 +20,19 @@ from runner.config.errors import check, shortened
 from runner.config.hooks import Hooks
 from runner.data.base import Samples, copied
 from runner.device import flops_per_second
-from runner.parallel import full_state
 from runner.parallel.modules import Modules
 from runner.parallel.session import Session
 from runner.parallel.step_metrics import StepMetrics
 from runner.result import Result
 from runner.run import Run, config_hash
-from runner.seeds import random_states, set_random_states
+from runner.seeds import derive, random_states, set_random_states
 from runner.storage.checkpoint import SIGNATURE
 from runner.storage.checkpoints import Checkpoints
 from runner.storage.run_directory import CONFIG
 from runner.storage.saved_run import config_text
 from runner.storage.signature import signature_text
 from runner.system import memory
+from runner.system.generators import drawing_from
 from runner.torch_optimizer import options_of
 from runner.tracking.metrics import BatchSums, DivergedError, StepTimer, quantiles
 from runner.workloads.base import Workload, check_metrics
@@ -88,9 +88,9 @@ class State:
         self.step_timer = StepTimer(session.devices)
         self.metrics: dict[str, float] = {}
         self.best: dict[str, Any] = {}
-        self.hooks, self._to_log, self._save_soon = user_code.hooks(), dict[str, Any](), False
-        if session.plan.shards_parameters:
-            self.hooks = Hooks(*map(full_state.writing_shards, self.hooks))
+        own = zip(Hooks._fields, user_code.hooks(), Hooks(), strict=True)
+        self.hooks = Hooks(**{name: self._alike_everywhere(hook) for name, hook, none in own if hook is not none})
+        self._to_log, self._save_soon = dict[str, Any](), False
         self._stop_reason = ""
         self.out_of_time = ""  # the rule `stop.max_time` in words, once the time of rank 0 is up
         self.hash, config = config_hash(run.config), config_text(run.config)
@@ -127,6 +127,16 @@ class State:
             set_random_states(random, self.session.devices)
 
     # For hooks
+
+    def _alike_everywhere(self, hook: Callable[..., object]) -> Callable[..., object]:
+        """Return `hook`, which gets the same random numbers in all processes of all modes."""
+
+        def called(*arguments: Any) -> object:
+            seed = derive(self.session.plan.seed, "hooks", self.step)
+            with drawing_from(seed, self.session.devices), self.run.parallel.calling_hooks():
+                return hook(*arguments)
+
+        return called
 
     def log(self, tag: str, value: float | str | torch.Tensor) -> None:
         """Log a number, a scalar tensor or a text at the next point of the curves; of several of a tag, the last.

@@ -190,6 +190,10 @@ class Parallel:
         """Update the parameters; the gradients are divided and clipped."""
         optimizer.step()
 
+    def calling_hooks(self) -> AbstractContextManager[None]:
+        """A context for the hooks of the user, which see and change whole weights and gradients."""
+        return nullcontext()
+
     def evaluate(self, model: torch.nn.Module) -> tuple[dict[str, float], MetricSums]:
         """Evaluate the model, which the caller has put into evaluation mode, on the held-out data.
 

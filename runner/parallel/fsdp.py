@@ -24,6 +24,7 @@ from runner.parallel.compiling import compile_in_place, modules_of_blocks, refus
 from runner.parallel.full_state import blank_copy, whole_copy
 from runner.parallel.multiprocess import MultiProcess, Within, finds_unused
 from runner.parallel.session import Session
+from runner.parallel.whole_tensors import WholeTensors
 from runner.system.trees import map_tensors
 from runner.tracking.metrics import BatchSums, MetricSums
 
@@ -147,13 +148,25 @@ class FSDP(MultiProcess):
         return function(model, batch) if self._root is model else self._root(function, batch)
 
     def evaluate(self, model: torch.nn.Module) -> tuple[dict[str, float], MetricSums]:
+        found = super().evaluate(model)
+        self._reshard()  # what a forward pass leaves gathered may be averaged weights
+        return found
+
+    @contextmanager
+    def calling_hooks(self) -> Iterator[None]:
+        passes = self._root.register_forward_hook(self._reshard)
+        try:
+            with WholeTensors():
+                yield
+        finally:
+            passes.remove()
+
+    def _reshard(self, *_: Any) -> None:
         from torch.distributed.fsdp import FSDPModule
 
-        found = super().evaluate(model)
-        for module in self._root.modules():  # what a forward pass leaves gathered may be averaged weights
+        for module in self._root.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
-        return found
 
     def _sums(self, infer: Callable[[Any], Any]) -> MetricSums:
         sums = super()._sums(infer)

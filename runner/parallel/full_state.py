@@ -8,14 +8,12 @@ from __future__ import annotations
 import copy
 import logging
 from collections import defaultdict
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from runner.storage.state_dict import fit_buffers, fitted, with_versions
 from runner.storage.value_checks import TensorSpec, UnexpectedContentError, check_like, is_finite
-from runner.system.trees import map_tensors, tensors_of
 
 log = logging.getLogger(__name__)
 
@@ -162,7 +160,7 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 def shard_like(like: Any, tensor: Any) -> Any:
     """Return the full `tensor`, sharded in the same way as `like`; other values as they are."""
-    if not _is_shard(like):
+    if not is_shard(like):
         return tensor
     from torch.distributed.tensor import distribute_tensor
 
@@ -191,7 +189,8 @@ def whole_copy(blank: torch.nn.Module, module: Any, _: Any = None) -> torch.nn.M
     return copy.deepcopy(blank, whole | {id(b): buffers[name].clone() for name, b in blank.named_buffers()})
 
 
-def _is_shard(tensor: Any) -> bool:
+def is_shard(tensor: Any) -> bool:
+    """Return whether `tensor` is a `DTensor`."""
     return hasattr(tensor, "device_mesh")
 
 
@@ -207,35 +206,3 @@ def _state_of(parameter: torch.nn.Parameter, state: dict[str, Any]) -> dict[str,
             value = value.clone()  # so that it does not refer to the memory-mapped file
         copies[key] = value
     return copies
-
-
-def writing_shards(hook: Callable[..., object]) -> Callable[..., object]:
-    """Return `hook`, in which shards and full tensors, as of an averaged teacher, can be used together.
-
-    Full tensors are divided as a shard of their shape, if one comes first, which may be written; otherwise, shards are
-    gathered. `parameter.data = value`, which torch drops, writes them.
-    """
-    assign: Any = torch.Tensor.data
-
-    class WritesShards(torch.overrides.TorchFunctionMode):
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            tensors = [each for each in tensors_of((args, kwargs or {})) if each.dim()]
-            shards = {each.shape: each for each in tensors if _is_shard(each)}
-            given = args, kwargs or {}
-            if 0 < sum(map(_is_shard, tensors)) < len(tensors):
-                if not _is_shard(tensors[0]):
-                    given = map_tensors(full_tensor, given)
-                elif all(each.shape in shards for each in tensors):
-                    given = map_tensors(
-                        lambda each: each if _is_shard(each) else shard_like(shards.get(each.shape), each), given
-                    )
-            args, kwargs = given
-            if func == assign.__set__ and _is_shard(args[0]):
-                return args[0].detach().copy_(args[1])
-            return func(*args, **kwargs)
-
-    def called(*arguments: Any) -> object:
-        with WritesShards():
-            return hook(*arguments)
-
-    return called

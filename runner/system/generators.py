@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import sys
 from collections.abc import Iterator, Sequence
@@ -69,6 +70,34 @@ def seeded(seed: int) -> Iterator[None]:
         yield
     finally:
         _set_host_states(before)
+
+
+@contextmanager
+def drawing_from(seed: int, devices: Sequence[torch.device]) -> Iterator[None]:
+    """As `seeded`, on `devices` too; quickly, but that NumPy drops the second of two normal numbers drawn together."""
+    before, others = (torch.get_rng_state(), random.getstate()), [each for each in devices if each.type != "cpu"]
+    of_devices = [accelerator.random_state(each) for each in others]
+    numpy_random = numpy_generator()
+    of_numpy = numpy_random and numpy_random.get_bit_generator()
+    try:
+        if numpy_random:
+            numpy_random.set_bit_generator(_spare_generator())
+        seed_host(seed)
+        for each in others:
+            accelerator.set_random_state(each, torch.Generator(each).manual_seed(seed).get_state())
+        yield
+    finally:
+        torch.set_rng_state(before[0])
+        random.setstate(before[1])
+        if numpy_random:
+            numpy_random.set_bit_generator(of_numpy)
+        for each, state in zip(others, of_devices, strict=True):
+            accelerator.set_random_state(each, state)
+
+
+@functools.cache
+def _spare_generator() -> Any:
+    return sys.modules["numpy"].random.MT19937(0)
 
 
 def seed_host(seed: int) -> None:

@@ -1,21 +1,26 @@
 """Tests of FSDP: the shards of each process, the communication in a step, and tied weights."""
 
 import copy
+import random
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from helpers.compose import TINY_CPU, build_composed_run, compose_config
 from helpers.plain_loop import PLAIN_LOOP_OVERRIDES, largest_difference, weights_at
 from helpers.ranks import connected_session
 from helpers.strange_networks import CASES, CPU, PLAIN, Teacher, made_once, tanh, trained_with
+from torch.distributed.fsdp import fully_shard
 from torch.optim.swa_utils import AveragedModel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from runner.config.user_code import passed
 from runner.parallel.full_state import full_tensor
+from runner.parallel.whole_tensors import WholeTensors
 from runner.state import State
 from runner.training import prepare, train_step
 
@@ -211,19 +216,89 @@ class AveragesByHook:
             average.data = average.data * 0.5 + mine.data * 0.5
         self.copied = self.copied or AveragedModel(model)
         self.copied.update_parameters(model)
-        outputs = self.copied(torch.ones(2, 6, dtype=torch.float64)).mean()
+        inputs = torch.ones(2, 6, dtype=torch.float64)
         with torch.no_grad():
+            outputs = (self.copied(inputs) * model(inputs)).mean()
             for q, p, r in zip(self.outside.parameters(), model.parameters(), self.copied.parameters(), strict=False):
                 q.mul_(0.9).add_(p, alpha=0.1)
                 p.lerp_(q, 0.1).add_(copy.deepcopy(r), alpha=float(outputs))
+                p.add_(torch.randn_like(p), alpha=random.random() * np.random.randn())
 
 
-def test_a_hook_under_fsdp_computes_with_shards_and_whole_tensors(ranks, tmp_path):
+@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+def test_a_hook_computes_the_same_with_shards_whole_tensors_and_random_numbers(mode, ranks, tmp_path):
     parts = {**CASES["plain"], "model": Taught}
     words = [*CPU, *PLAIN, "steps=3", "save_every=0"]
-    for mode, size in (("single", 1), ("fsdp", 2)):
-        config = compose_config(*passed(**parts, after_step=print).added_to([*words, f"parallel={mode}"]))
-        (tmp_path / mode).mkdir()
-        ranks(size).call_on_all(trained_with, {**parts, "after_step": AveragesByHook()}, config, tmp_path / mode)
-    weights = [weights_at(tmp_path / mode, 3) for mode in ("single", "fsdp")]
+    for each, size in (("single", 1), (mode, 2)):
+        config = compose_config(*passed(**parts, after_step=print).added_to([*words, f"parallel={each}"]))
+        (tmp_path / each).mkdir()
+        ranks(size).call_on_all(trained_with, {**parts, "after_step": AveragesByHook()}, config, tmp_path / each)
+    weights = [weights_at(tmp_path / each, 3) for each in ("single", mode)]
     assert largest_difference(*weights) < 1e-12
+
+
+IN_A_HOOK = """
+p.mul_(1 - 0.1 * abs(p.mean().item()))
+p.sub_(0.1 * float(p.norm())).add_(p.sum(0).fill_(2.0))
+p.mul_(2 if p.sum(0).max() > 0 else 3)
+p.sub_(0.1 * F.mse_loss(p, torch.ones_like(p)) + F.smooth_l1_loss(p, p * p))
+p.add_(sum(q.pow(2).sum().item() for q in ps)).div_(max(1.0, p.norm().item()))
+p.add_(int((p > 0).sum()) / p.numel()).add_(torch.unique(p).numel())
+p.add_(torch.cat([q.flatten() for q in ps]).norm())
+p.add_(torch.tensor([q.sum() for q in ps]).sum())
+p.add_(torch.linalg.svd(torch.atleast_2d(p)).S[0])
+p.copy_(torch.from_numpy(p.detach().cpu().numpy() * 2) + torch.tensor(p.tolist()))
+p[0].zero_()
+p[0] = 1.0
+p[-1].mul_(p.sum())
+p[[0, 2]] *= 3
+p[..., 1:].mul_(p[..., :1])
+p[p.abs() < p.abs().flatten().sort().values[4]] = 0
+p.masked_fill_(p.abs() < torch.quantile(p.abs(), 0.3), 0)
+p.view(-1)[3] = p.flatten()[-1].item()
+p.t().mul_(2); p.unsqueeze(0).add_(1); p.reshape(-1).mul_(3)
+p.data.t().add_(1); p.add_(p.sum()); p.detach()[1].mul_(3); p.mul_(p.norm())
+p.select(0, 1).mul_(3); p.split(2)[0].mul_(3); p.unbind(0)[1].mul_(3)
+row = p.data[1]; p.mul_(2); row.add_(1); p.add_(p.sum(0)); row.mul_(3)
+p.index_copy_(0, torch.tensor([0]), torch.ones_like(p[:1])).index_fill_(0, torch.tensor([2]), 7.0)
+p.copy_(p.cumsum(0).roll(1, 0).flip(0).sort(0).values)
+p.data.numpy()[2] = 5
+p.data = p.data / p.data.norm() + torch.linspace(0, 1, p.shape[-1])
+torch.diagonal(torch.atleast_2d(p)).zero_()
+torch.nn.init.eye_(torch.atleast_2d(p))
+torch._foreach_add_(ps, torch._foreach_norm(ps)[0].item())
+torch.nn.utils.vector_to_parameters(torch.nn.utils.parameters_to_vector(ps) * 2, ps)
+torch.nn.utils.clip_grad_norm_(p, 0.01); p.sub_(p.grad)
+p.grad[0] = 0; p.sub_(p.grad * p.grad.norm().item()); p.grad = p.grad * 2 + p; p.sub_(p.grad)
+torch.add(p, p.sum(), out=p)
+p.copy_(F.layer_norm(p, p.shape[-1:])).add_(copy.deepcopy(p)).add_(torch.full_like(p, 2))
+""".strip().splitlines()
+
+
+def test_statements_of_a_hook_do_to_shards_what_they_do_to_whole_tensors(config, ranks):
+    found = ranks(2).call_on_all(weights_in_rank, config)
+    for statement, whole, *of_ranks in zip(IN_A_HOOK, weights_after(sharded=False), *found, strict=True):
+        for weights in of_ranks:
+            torch.testing.assert_close(weights, whole, rtol=1e-12, atol=1e-12, msg=lambda m, s=statement: f"{s}: {m}")
+
+
+def weights_in_rank(config: dict[str, Any]) -> list[list[torch.Tensor]]:
+    with connected_session(config):
+        return weights_after(sharded=True)
+
+
+def weights_after(sharded: bool) -> list[list[torch.Tensor]]:
+    """Return the weights of a layer with gradients after each statement alone."""
+    found = []
+    for statement in IN_A_HOOK:
+        torch.manual_seed(0)
+        layer = torch.nn.Linear(8, 7).double()  # seven rows: one rank has one more than the other
+        if sharded:
+            fully_shard(layer)
+        layer(torch.arange(32.0, dtype=torch.float64).view(4, 8).sin()).square().mean().backward()
+        with torch.no_grad(), WholeTensors() if sharded else nullcontext():
+            ps = list(layer.parameters())
+            for p in ps:
+                exec(statement, {"torch": torch, "F": torch.nn.functional, "copy": copy, "p": p, "ps": ps})
+        found.append([full_tensor(p.detach()).clone() for p in layer.parameters()])
+    return found
