@@ -130,6 +130,8 @@ class EvaluationMetrics:
             return float("nan")
         try:
             dtype = None if isinstance(value, torch.Tensor) else torch.float64  # a number keeps its digits
+            if isinstance(value, tuple) or "complex" in str(getattr(value, "dtype", "")):
+                raise TypeError  # such as (statistic, p) of SciPy
             return float(torch.as_tensor(value, dtype=dtype).cpu().double().mean())
         except (TypeError, ValueError, RuntimeError):
             why = f"it returns {value}, and not a number{functions.place(metric)}"

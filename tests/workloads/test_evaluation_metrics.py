@@ -361,9 +361,15 @@ def test_the_value_of_an_object_depends_on_the_samples_of_one_evaluation_alone(m
     assert (given.best, given.calls) == (0.0, 0)
 
 
-def test_a_module_without_forward_is_refused_on_trial():
-    metrics = EvaluationMetrics({"m": torch.nn.Module()})
+@pytest.mark.cases(
+    (torch.nn.Module(), "it raises NotImplementedError"),
+    (lambda *_: (torch.tensor(0.9), 0.01), "it returns (tensor(0.9000), 0.01), and not a number"),
+    (lambda *_: torch.tensor(1j), "it returns 1j, and not a number"),
+)
+def test_what_has_not_one_value_is_refused_on_trial(metric, why):
+    metrics = EvaluationMetrics({"m": metric})
     tally = metrics.start(CPU)
     tally.update(torch.tensor([1]), torch.tensor([1]))
-    with metrics.trial(), pytest.raises(ConfigError, match=r"^metrics\.m: .*NotImplementedError"):
+    with metrics.trial(), pytest.raises(ConfigError) as refused:
         metrics.compute(tally.sums(), CPU)
+    assert (refused.value.key, refused.value.why.startswith(why)) == ("metrics.m", True)
