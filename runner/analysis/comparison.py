@@ -112,7 +112,8 @@ class Comparison:
         keys: the config keys in which any of the runs differ (see `swept_keys`).
         metrics: for the tag of each metric, `max` if its larger values are better, otherwise `min`.
         metric, direction: the tag of the first metric, empty if no run that is done has any, and its `max` or `min`.
-        meant: for each metric that was named by its last part, a line that says which tag was taken.
+        meant: for each metric that was named by its last part, a line that says which tag was taken; or a line with the
+            metrics of the sweeps that no run has.
         measures: the measures that at least one row has.
         rows: the rows of the runs that are done, sorted by `quality`: the best or the fastest first; those on the front
             before all others.
@@ -151,6 +152,8 @@ class Comparison:
         self.failures = sorted(failed, key=lambda failure: failure.run)
         of_sweeps = {} if metric else self._metrics_of_sweeps(done)
         self.metrics, self.meant = chosen_metrics(done, metric, of_sweeps, goal)
+        if lacking := [] if metric else [tag for tag in self._named_by_sweeps() if tag not in of_sweeps]:
+            self.meant = f"The sweep is to be compared by {one_line(', '.join(lacking))}, of which no run has a value."
         self._ranking = (LAST, BEST) if of_sweeps else (BEST, LAST)
         self.metric, is_one = next(iter(self.metrics)), len(self.metrics) == 1
         self.direction = self.metrics[self.metric]
@@ -210,10 +213,12 @@ class Comparison:
 
     def _metrics_of_sweeps(self, done: list[MeasuredRun]) -> dict[str, str]:
         """Return the `min` or `max` of the metrics that all sweeps name and runs have; empty if sweeps name others."""
-        first, *others = [ledger.get("metrics", {}) for ledger in self.ledgers.values()] or [{}]
         known = {tag for run in done for tag in run.metrics}
-        named = {tag: goal for tag, goal in first.items() if tag in known and goal in ("min", "max")}
-        return named if all(each == first for each in others) else {}
+        return {tag: goal for tag, goal in self._named_by_sweeps().items() if tag in known and goal in ("min", "max")}
+
+    def _named_by_sweeps(self) -> dict[str, str]:
+        first, *others = [ledger.get("metrics", {}) for ledger in self.ledgers.values()] or [{}]
+        return first if all(each == first for each in others) else {}
 
     def _front(self, rows: list[Row]) -> list[Row]:
         import numpy

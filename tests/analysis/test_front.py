@@ -103,6 +103,8 @@ def test_one_metric_of_a_sweep_ranks_its_last_values(tmp_path):
     assert rates(Comparison([with_metrics(tmp_path, {"eval/accuracy": "min"})]).rows) == [1, 2]
     assert rates(Comparison([with_metrics(tmp_path, {RATE: "max"})]).rows) == [2, 1]
     assert rates(Comparison([tmp_path], RATE, goal="min").rows) == [1, 2]
+    lacking = Comparison([with_metrics(tmp_path, {"eval/f1": "max"})])
+    assert (lacking.metric, "compared by eval/f1, of which no run" in lacking.meant) == ("eval/accuracy", True)
 
 
 def test_sweeps_that_name_different_metrics_are_compared_by_the_metric_of_the_workload(sweep):
