@@ -37,6 +37,7 @@ _MAX_OBJECTS = 1000
 _STATE = ".state_dict()"
 _READ_AFTER_EVALUATIONS = ("after_evaluation", "metrics", "evaluation_step")
 """Parts that may collect what an evaluation computes, as predictions: what they use, an evaluation may change."""
+_ASKS_FOR_PARAMETERS = {"parameters", "named_parameters", "get_parameter"}
 
 
 class Place(NamedTuple):
@@ -253,6 +254,18 @@ def copies(model: torch.nn.Module, loss: Any) -> list[tuple[Any, Any]]:
     """Return the objects that the user gives as network and loss with those of the run, for `standing_for`."""
     pairs = [(user_code.find("model"), model), (user_code.find("loss"), loss)]
     return [(given, own) for given, own in pairs if given is not None and not isinstance(given, type | FunctionType)]
+
+
+def reads_parameters(model: torch.nn.Module, loss: Any) -> bool:
+    """Return whether the loss, or a step of the user's, refers to the network or asks one for its parameters."""
+    roots = {part: each for part, each in roots_of(model, loss).items() if part in ("loss", *user_code.STEPS)}
+    modules: dict[str, torch.nn.Module] = {}
+    reached = [*roots.values(), *(place.get() for place in places(roots, modules=modules))]
+    codes = [each.__code__ for each in reached if isinstance(each, FunctionType)]
+    names = {name for code in codes if _is_of_user(code.co_filename, None) for name in _names_in(code)}
+    own = [each for each in (model, user_code.find("model")) if isinstance(each, torch.nn.Module)]
+    refers = any(each in modules.values() for network in own for each in network.modules())
+    return refers or bool(names & _ASKS_FOR_PARAMETERS)
 
 
 def places(

@@ -92,7 +92,7 @@ def test_names_of_given_objects_in_functions_stand_for_those_of_the_run(words):
     loop = code_with_state.made_once(tanh).double()
 
     def penalized(model: nn.Module, batch: Any) -> torch.Tensor:
-        return entropy(model, batch) + 0.05 * sum(each.abs().sum() for each in model.parameters())
+        return entropy(model, batch) + code_with_state.penalty(model)
 
     wanted = plain_loop(loop, penalized)
     assert largest_difference(train([*SHORT, *words], **parts)[1], wanted) < 1e-12

@@ -86,7 +86,9 @@ class FSDP(MultiProcess):
             "offload_policy": CPUOffloadPolicy() if self.offload and device.type != "cpu" else OffloadPolicy(),
         }
         hooks = {name: [*(p._backward_hooks or {}).values()] for name, p in model.named_parameters()}
-        units = _blocks_without_tied_weights(model)
+        units = [] if session.reads_parameters else _blocks_without_tied_weights(model)
+        if session.reads_parameters and session.rank == 0:
+            log.info("fsdp gathers all parameters at once: the loss, or a step, reads them outside of the network")
         why, remedy = "it has no dimensions, and FSDP divides the first one of each", "parallel=ddp, or a shape of [1]"
         for name, parameter in model.named_parameters():
             check(parameter.dim() > 0, "parallel", "fsdp", f"parameter {name}: {why}", remedy)

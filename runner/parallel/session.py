@@ -29,6 +29,7 @@ class Session:
         num_steps: number of optimizer steps of the whole run; 0 if nothing is trained.
         eval_every, save_every: number of steps between evaluations, and between checkpoints; 0: only at the end.
         steps_per_epoch: number of steps of one pass over the training data; None if the workload has no epochs.
+        reads_parameters: whether a loss or a step of the user's reads parameters outside of the network's forward pass.
     """
 
     collectives: Collectives
@@ -41,6 +42,7 @@ class Session:
     eval_every: int = 0
     save_every: int = 0
     steps_per_epoch: float | None = None
+    reads_parameters: bool = False
 
     @property
     def rank(self) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers import code_with_state
 from helpers.compose import TINY_CPU, build_composed_run, compose_config
 from helpers.plain_loop import PLAIN_LOOP_OVERRIDES, largest_difference, weights_at
 from helpers.ranks import connected_session
@@ -235,6 +236,27 @@ def test_a_hook_computes_the_same_with_shards_whole_tensors_and_random_numbers(m
         ranks(size).call_on_all(trained_with, {**parts, "after_step": AveragesByHook()}, config, tmp_path / each)
     weights = [weights_at(tmp_path / each, 3) for each in ("single", mode)]
     assert largest_difference(*weights) < 1e-12
+
+
+@pytest.mark.parametrize("part", ["loss", "training_step"])
+def test_a_loss_and_a_step_read_parameters(part, ranks, tmp_path):
+    words = [*CPU, *PLAIN, "steps=3", "eval_every=1", "accumulation=2"]
+    for mode, size in (("single", 1), ("fsdp", 2)):
+        config = compose_config(*passed(**penalized(part)).added_to([*words, f"parallel={mode}"]))
+        (tmp_path / mode).mkdir()
+        ranks(size).call_on_all(train_penalized, part, config, tmp_path / mode)
+    weights = [weights_at(tmp_path / mode, 3) for mode in ("single", "fsdp")]
+    assert largest_difference(*weights) < 1e-12
+
+
+def penalized(part: str) -> dict[str, Any]:
+    function = code_with_state.with_penalty if part == "loss" else code_with_state.step_with_penalty
+    return {**CASES["plain"], "model": code_with_state.network, part: function}
+
+
+def train_penalized(part: str, config: dict[str, Any], directory: Path) -> None:
+    """In a rank, whose network is that of the function there."""
+    trained_with(penalized(part), config, directory)
 
 
 IN_A_HOOK = """
