@@ -64,6 +64,10 @@ class UserWorkload(UserCodeWorkload, CrossEntropyWorkload[Samples]):
         given, self._mean_is_checked = user_code.find("loss"), False
         why, remedy = "the targets are several tensors", "def loss(outputs, targets): …"
         check(is_one or given is not None, "loss", ABSENT, why, remedy)
+        others = any(each.is_floating_point() for each in tensors_of(_first(held_out).targets))
+        why = "targets of training samples are integers or booleans, and those of held-out ones floating-point numbers"
+        same = "encode the targets of both in the same way"
+        check(given is not None or not (self._of_classes and others), "data", ABSENT, why, same)
         self._loss: Any = copy.deepcopy(given) or (_cross_entropy if self._of_classes else _mean_squared_error)
         check(callable(self._loss), "loss", given, "it is no function of (outputs, targets)", "pass a function")
         functions.check_order("loss", self._loss)

@@ -257,6 +257,7 @@ def shifted(by: int) -> Any:
     ({"data": ((torch.zeros(9, 5), torch.zeros(8)), tensors(21))}, "data", "9 inputs and 8 targets"),
     ({"data": ((torch.zeros(24, 5), torch.zeros(24)),) * 2}, "data", "[12, 3], targets [12]"),
     ({"data": ((torch.zeros(24, 5), torch.zeros(24, 2).long()),) * 2}, "data", "[12, 3], targets [12, 2]"),
+    ({"data": (tensors(60), (torch.zeros(9, 5), torch.full((9,), 1.7)))}, "data", "held-out ones floating"),
     ({"data": [([1.0, 2.0, 3.0], "cat")] * 40}, "data", "numbers"),
     ({"data": shifted(1)}, "data", "no output"),
     ({"data": shifted(-1), "loss": nn.CrossEntropyLoss()}, "data", "no output"),
