@@ -101,10 +101,16 @@ def _columns(given: Any) -> Any:
     return given.column_names if hasattr(type(given), "column_names") else getattr(given, "columns", ())
 
 
+def _parts(given: Any) -> list[Any]:
+    """Return the columns of a table of Arrow or polars; of anything else, nothing."""
+    parts = getattr(type(given), "itercolumns", None) or getattr(type(given), "iter_columns", None)
+    return [*parts(given)] if parts else []
+
+
 def _num_nulls(given: Any) -> int:
     """Return how many values of a table or a column of polars or Arrow are missing."""
-    if hasattr(type(given), "itercolumns"):
-        return sum(map(_num_nulls, given.itercolumns()))
+    if parts := _parts(given):
+        return sum(map(_num_nulls, parts))
     count = given.null_count if hasattr(type(given), "null_count") else 0
     return int(np.asarray(count() if callable(count) else count).sum())
 
@@ -201,7 +207,7 @@ def data_set(given: Any, is_divided: bool = True) -> Any:
 
 def _tensor(given: Any) -> torch.Tensor:
     """Return a tensor of what is given: a tensor, an array or a table, whose columns may have several types."""
-    name = type(given).__name__
+    name, names = type(given).__name__, [*_columns(given)]
     if isinstance(given, torch.Tensor):
         kind = "masked" if is_masked_tensor(given) else "nested" if given.is_nested else str(given.layout)[6:]
         why = f"it is a {kind} tensor, of which torch makes no batches"
@@ -213,6 +219,9 @@ def _tensor(given: Any) -> torch.Tensor:
         kinds = given.dtypes if given.ndim == 2 else [given.dtype]
         if not all(isinstance(kind, np.dtype) for kind in kinds):  # what is missing would become NaN
             given = given.astype(object)
+    parts = [*map(np.asanyarray, _parts(given))]
+    if any(part.dtype.kind in "mM" for part in parts):  # times, of which polars would make numbers, as others have some
+        given = np.stack([part.astype(object) for part in parts], 1)
     array = np.asanyarray(given)  # which keeps a mask
     check(array.ndim > 0, "", name, "it is a single value, and not an array", "pass arrays of samples")
     if np.ma.is_masked(array):
@@ -226,7 +235,7 @@ def _tensor(given: Any) -> torch.Tensor:
             (index for index, found in zip(np.ndindex(array.shape), is_number, strict=True) if not found), None
         )
         if where is not None:
-            columns = [*_columns(given)] or range(where[-1] + 1)
+            columns = names or range(where[-1] + 1)
             place = f"row {where[0]}" + "".join(f", column {columns[index]}" for index in where[1:2])
             why, remedy = f"{place} is {array[where]!r}, no number", "encode text, dates and categories as numbers"
             raise ConfigError("", name, why, f"{remedy}, and replace what is missing")

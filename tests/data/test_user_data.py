@@ -183,6 +183,7 @@ def test_classes_that_are_no_names_are_not_used_and_this_is_said(classes, caplog
 X, Y = TENSORS[0].tensors
 MASKED = np.ma.masked_equal(np.where(np.arange(300).reshape(60, 5) == 33, -999.0, 1.0), -999.0)
 RECORDS = np.array([(1.0, 2)] * 60, [("a", "f4"), ("b", "i4")])
+DATED = Table({"a": Column(np.zeros(60)), "b": Column(np.array(["2026-01-01T00:00"] * 60, "M8[us]"))})
 MISSING = pandas.array([1, None, *[2] * 58], dtype="Int64")
 
 
@@ -201,6 +202,7 @@ MISSING = pandas.array([1, None, *[2] * 58], dtype="Int64")
         ((X, Column(Y.numpy(), 2)), ("2 of its values are missing",)),
         ((Table({"a": Column(np.zeros(60), 1), "b": Column(np.zeros(60))}), Y), ("1 of its values are missing",)),
         (pandas.DataFrame({"a": [1.0] * 9, "label": [1] * 9}), ("columns, and no samples", "table[[…]]")),
+        ((DATED, Y), ("row 0, column b is datetime.datetime(2026, 1, 1", "no number")),
         ((masked_positive(X), Y), ("a masked tensor",)),
         ((X.to_sparse(), Y), ("a sparse_coo tensor", "dense")),
         ((X, Y, Y), ("3 arrays", "several targets")),
