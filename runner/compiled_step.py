@@ -22,7 +22,7 @@ from runner.seeds import random_states, set_random_states
 from runner.state import State
 from runner.system import torch_private
 from runner.system.section_timer import timer
-from runner.torch_optimizer import parts_of
+from runner.torch_optimizer import is_of_user, parts_of
 from runner.tracking.metrics import BatchSums
 
 log = logging.getLogger(__name__)
@@ -57,6 +57,8 @@ class CompiledStep:
         why = "it orthogonalizes in bfloat16, and compiled code rounds elsewhere"
         kinds = {type(each).__name__ for each in parts_of(state.optimizer)}
         check("Muon" not in kinds, "optimizer", "muon", why, "compile=true")
+        why = "it may count steps in Python, and compiled code computes with what it has in the first step"
+        check(not is_of_user(state.optimizer), "optimizer.name", ", ".join(kinds), why, "compile=true")
         self._parameters: dict[str, torch.Tensor] = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self._buffers, self._without_value = dict(model.named_buffers()), without_value(model)
         self._averages, has_begun = state.average.pairs()

@@ -11,23 +11,24 @@ from typing import Annotated, Any, ClassVar, NamedTuple
 
 import torch
 
+from runner.config import user_code
 from runner.config.errors import ConfigError, check, did_you_mean, errors_under
 from runner.config.limits import Fraction, Range
 from runner.config.name_patterns import matching, names_to_match
 from runner.config.options import option_contents
 from runner.config.schema import checked_values, load_class, option_fields, typed_values
 from runner.models.depth import Layers, layers_of
+from runner.optimizer_trial import WHOLE, check_of_user, needs_of_user
 from runner.schedule import Schedule, of_option
 from runner.torch_optimizer import (
     OF_ALL,
-    SCHEDULED,
     arguments_of,
     can_fuse,
     check_accepted,
+    is_of_torch,
     joined,
     of_torch,
     schema_of,
-    value_of_option,
 )
 
 log = logging.getLogger(__name__)
@@ -93,10 +94,14 @@ class Optimizer(ABC):
         known = {*arguments_of(kind)} - {"fused", "foreach"}
         return {name: value for name, value in (options | self._further()).items() if name in known}
 
-    def needs_whole_parameters(self) -> str:
-        """Return the key of what parallel modes that shard parameters refuse; empty if it is nothing."""
+    def needs(self) -> frozenset[str]:
+        """Return which of `WHOLE`, `ALL` and `SAME` of `optimizer_trial` the updates need."""
+        return frozenset({WHOLE} if "Muon" in self.kinds() else ())
+
+    def key_that_needs(self, need: str) -> str:
+        """Return the key of what needs it, in this optimizer or in a group; empty if nothing does."""
         parts = {"optimizer": self} | {f"optimizer.groups.{name}": self.of_group(name) for name in self.groups or ()}
-        return next((key for key, part in parts.items() if "Muon" in part.kinds()), "")
+        return next((key for key, part in parts.items() if need in part.needs()), "")
 
     def of_group(self, pattern: str) -> Optimizer:
         """Return the options of the group `pattern`: what it sets, and otherwise those of this optimizer.
@@ -107,6 +112,7 @@ class Optimizer(ABC):
             ConfigError: if there is no such option, or its value is not allowed.
         """
         key, given = f"groups.{pattern}", (self.groups or {})[pattern]
+        check(isinstance(pattern, str), key, pattern, "it is read as a number", f"write {pattern}.*")
         why, remedy = "it is not a mapping of options", "for example {head: {lr: 0.01}}"
         check(isinstance(given, Mapping) and bool(given), key, given, why, remedy)
         with errors_under(key):
@@ -234,19 +240,6 @@ class Optimizer(ABC):
         return found
 
 
-def learning_rates(optimizer: torch.optim.Optimizer) -> dict[str, float]:
-    """Return a dict from TensorBoard tag to learning rate: `lr`, and `lr/NAME` for groups with rates of their own.
-
-    It also has the other options that have a schedule, such as `weight_decay`.
-    """
-    rates: dict[str, float] = {}
-    for group in optimizer.param_groups:
-        label = f"/{name}" if (name := group.get("name", "")) else ""
-        for option in ("lr", *(each for each in SCHEDULED if f"initial_{each}" in group)):
-            rates.setdefault(option + label, float(value_of_option(group, option)))
-    return rates
-
-
 def trainable(model: torch.nn.Module) -> list[torch.nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
@@ -302,12 +295,20 @@ class Named(Optimizer):
     def __post_init__(self) -> None:
         classes = inspect.getmembers(torch.optim, inspect.isclass)
         known = [n for n, c in classes if issubclass(c, torch.optim.Optimizer) and n not in _ELSEWHERE]
-        why = "torch.optim has no such optimizer for a network;"
-        check(self.name in known, "name", self.name, why, did_you_mean(self.name, known))
+        is_own = not is_of_torch(self.name) and callable(user_code.find(self.name))
+        why = "torch.optim has no such optimizer for a network, nor the file of workload=…;"
+        check(self.name in known or is_own, "name", self.name, why, did_you_mean(self.name, known))
+        why, remedy = "it has no argument lr", "a class, or a function, of (params, lr, …)"
+        check("lr" in arguments_of(self.name), "name", self.name, why, remedy)
         has_decay = not self.weight_decay or "weight_decay" in arguments_of(self.name)
         why, remedy = f"{self.name} has no weight decay", "optimizer.weight_decay=0"
         check(has_decay, "weight_decay", self.weight_decay, why, remedy)
         super().__post_init__()
+        if is_own:
+            check_of_user(self.name, self.arguments(self.name))
+
+    def needs(self) -> frozenset[str]:
+        return super().needs() if is_of_torch(self.name) else needs_of_user(self.name, self.arguments(self.name))
 
     def kinds(self) -> tuple[str, ...]:
         return (self.name,)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from runner.config import user_code
 from runner.config.errors import ABSENT, check
 from runner.config.schema import field_types, option_fields
 
@@ -43,12 +44,33 @@ def scale_option(group: dict[str, Any], name: str, factor: float) -> None:
         group[name] = value
 
 
+def learning_rates(optimizer: torch.optim.Optimizer) -> dict[str, float]:
+    """Return a dict from TensorBoard tag to learning rate: `lr`, and `lr/NAME` for groups with rates of their own.
+
+    It also has the other options that have a schedule, such as `weight_decay`.
+    """
+    rates: dict[str, float] = {}
+    for group in optimizer.param_groups:
+        label = f"/{name}" if (name := group.get("name", "")) else ""
+        for option in ("lr", *(each for each in SCHEDULED if f"initial_{each}" in group)):
+            rates.setdefault(option + label, float(value_of_option(group, option)))
+    return rates
+
+
+def is_of_torch(kind: str) -> bool:
+    return hasattr(torch.optim, kind)
+
+
+def class_of(kind: str) -> Any:
+    """Return the class `kind` of `torch.optim`, or what has this name in the file of the user's workload."""
+    return getattr(torch.optim, kind) if is_of_torch(kind) else user_code.find(kind)
+
+
 def arguments_of(kind: str) -> Mapping[str, inspect.Parameter]:
-    """Return the arguments of the class `kind` of `torch.optim` by name."""
-    return inspect.signature(getattr(torch.optim, kind)).parameters
+    """Return the arguments of the class `kind` by name."""
+    return inspect.signature(class_of(kind)).parameters
 
 
-@functools.cache
 def schema_of(cls: type, kinds: tuple[str, ...], in_group: bool = True) -> type:
     """Return a dataclass of the arguments of the `kinds` that are no options of the component `cls`.
 
@@ -73,10 +95,10 @@ def check_accepted(kind: str, options: dict[str, Any], key: str) -> None:
         if isinstance(value, tuple) and len(value) != (count := len(known[name].default)):
             why = f"{name} needs {count} numbers, and got {[*value]}"
     try:
-        getattr(torch.optim, kind)([{"params": []}], **options)
+        class_of(kind)([{"params": []}], **options)
     except (TypeError, ValueError, IndexError) as error:
         why = why or str(error)
-    check(not why, key, ABSENT, f"{kind} refuses it: {why}", "see its documentation in torch.optim")
+    check(not why, key, ABSENT, f"{kind} refuses it: {why}", "see its documentation")
 
 
 def of_torch(
@@ -93,9 +115,9 @@ def of_torch(
         # For DTensor parameters torch implements fused Adam, but not fused SGD; and foreach, but not by default.
         fused = fused and not sharded and not any(map(_begins_with_gradient, groups))
     switches = {"fused": fused, "foreach": (in_one_kernel and not fused) or None}  # None is torch's choice
-    first = {**groups[0], **switches}
+    first = {**groups[0], **(switches if is_of_torch(kind) else {})}
     arguments = {name: value for name, value in first.items() if name in known and name != "params"}
-    optimizer = getattr(torch.optim, kind)(groups, **arguments)
+    optimizer = class_of(kind)(groups, **arguments)
     for group in groups if kind == "SGD" else ():
         if group["momentum"] > 0 and not _begins_with_gradient(group):
             # The fused step allocates the buffers itself, but leaves them uninitialized if loss scaling skips the
@@ -125,6 +147,11 @@ def joined(parts: Sequence[torch.optim.Optimizer]) -> torch.optim.Optimizer:
 def parts_of(optimizer: torch.optim.Optimizer) -> Sequence[torch.optim.Optimizer]:
     """Return the optimizers that `joined` has joined in `optimizer`, with their state; or itself."""
     return optimizer.parts() if hasattr(optimizer, "parts") else [optimizer]  # pyright: ignore
+
+
+def is_of_user(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether a class of `optimizer` is not one of torch's."""
+    return not all(type(each).__module__.startswith("torch.optim") for each in parts_of(optimizer))
 
 
 @functools.cache

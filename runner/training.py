@@ -25,7 +25,6 @@ from runner.config.errors import ConfigError, described
 from runner.device import oversubscription
 from runner.failures import save_diverged_batch, torch_refusals
 from runner.models.blocks import table_of
-from runner.optimizer import learning_rates
 from runner.parallel.buffers import with_own_memory
 from runner.parallel.collectives import Collectives
 from runner.parallel.round_trip import check_dense, check_round_trip
@@ -41,6 +40,7 @@ from runner.system import memory, torch_private
 from runner.system.provenance import environment
 from runner.system.section_timer import timer
 from runner.system.signals import StopRequest, is_of_signal
+from runner.torch_optimizer import learning_rates
 from runner.tracking.log_file import LogFile
 from runner.tracking.metrics import DivergedError, in_words
 from runner.tracking.progress import Progress, progress_for

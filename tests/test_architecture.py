@@ -10,6 +10,7 @@ from helpers.command import ROOT, Command
 
 PARTS = (
     *("runner.device", "runner.seeds", "runner.precision", "runner.optimizer", "runner.torch_optimizer"),
+    "runner.optimizer_trial",
     *("runner.schedule", "runner.plateau", "runner.profiler", "runner.batching"),
     *("runner.ema", "runner.stop", "runner.result"),
 )

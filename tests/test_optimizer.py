@@ -12,9 +12,10 @@ from helpers.plain_loop import muon_and_adamw
 
 from runner.config.errors import ConfigError
 from runner.config.schema import build
-from runner.optimizer import SGD, Adam, AdamW, Muon, Named, Optimizer, learning_rates
+from runner.optimizer import SGD, Adam, AdamW, Muon, Named, Optimizer
+from runner.optimizer_trial import WHOLE
 from runner.parallel import full_state
-from runner.torch_optimizer import parts_of
+from runner.torch_optimizer import learning_rates, parts_of
 
 
 def option(name: str, **changes: Any) -> Optimizer:
@@ -277,7 +278,7 @@ def test_muon_for_chosen_matrices_and_another_optimizer_for_the_rest():
         for optimizer in (muon, rest, bias):
             optimizer.step()
     torch.testing.assert_close(trained(model, ours.build(model)), [*reference.parameters()], rtol=1e-5, atol=1e-7)
-    assert ours.needs_whole_parameters() == "optimizer.groups.2"
+    assert ours.key_that_needs(WHOLE) == "optimizer.groups.2"
 
 
 @pytest.mark.cases(
@@ -322,6 +323,7 @@ def test_values_that_torch_refuses_in_a_group_are_refused_before_the_first_step(
 
 
 @pytest.mark.cases(
+        ({"groups": {1.1: {"lr": 0.1}}}, "groups.1.1"),
         ({"name": "Adagrab"}, "name"), ({"name": "LBFGS"}, "name"), ({"name": "Muon"}, "name"),
         ({"options": {"lr_decoy": 0.1}}, "options.lr_decoy"), ({"options": {"lr": 0.1}}, "options.lr"),
         ({"options": {"lr_decay": -1.0}}, "options"), ({"name": "Rprop", "weight_decay": 0.1}, "weight_decay"),

@@ -21,10 +21,11 @@ import runner
 from runner.config import user_code
 from runner.config.errors import ConfigError
 from runner.config.schema import build
-from runner.optimizer import SGD, Optimizer, learning_rates
+from runner.optimizer import SGD, Optimizer
 from runner.plateau import Plateau
 from runner.schedule import Cosine, Linear, OneCycle, Schedule, Step, with_function
 from runner.seeds import derive
+from runner.torch_optimizer import learning_rates
 
 PEAK = 0.3
 

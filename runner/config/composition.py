@@ -272,7 +272,14 @@ def _job(config: DictConfig, number: int) -> Job:
         why = "the file of this option does not begin with `# @package _global_`"
         remedy = "make this its first line, as in the files of conf/experiment"
         check(group not in config, group, ABSENT, why, remedy)
-    return Job(references.resolved(config), overrides)
+    return Job(_with_text_keys(references.resolved(config)), overrides)
+
+
+def _with_text_keys(node: Any) -> Any:
+    """Return `node`, in which whole numbers as keys are texts: `0` in `optimizer.groups` is the name of a module."""
+    if not isinstance(node, dict):
+        return node
+    return {str(key) if type(key) is int else key: _with_text_keys(value) for key, value in node.items()}
 
 
 @contextmanager

@@ -77,7 +77,7 @@ PARTS = {
 }
 """For each part of a user's code: what it is named elsewhere."""
 _WITHOUT = {
-    "optimizer optimizers": "type optimizer=adamw, for example, optimizer.lr=… and what --help lists of it",
+    "optimizer optimizers": "type optimizer=adamw, for example; of a class of yours, optimizer=torch optimizer.name=…",
     "sampler batch_sampler train_sampler": "the order follows from seed: repeat samples of the data, or leave some out",
     "callback callbacks": "hooks are after_step(state), after_evaluation(state, metrics) and before_save(state)",
     "configure_optimizers": "type optimizer=…, schedule=… and what --help lists of them",

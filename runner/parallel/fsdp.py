@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, cast
@@ -26,6 +26,7 @@ from runner.parallel.multiprocess import MultiProcess, Within, finds_unused
 from runner.parallel.session import Session
 from runner.parallel.whole_tensors import WholeTensors
 from runner.system.trees import map_tensors
+from runner.torch_optimizer import is_of_user
 from runner.tracking.metrics import BatchSums, MetricSums
 
 if TYPE_CHECKING:
@@ -142,6 +143,10 @@ class FSDP(MultiProcess):
             yield
         finally:
             self._others = ()
+
+    def update(self, optimizer: torch.optim.Optimizer) -> None:
+        with WholeTensors() if is_of_user(optimizer) else nullcontext():
+            super().update(optimizer)
 
     def _loss(self, model: torch.nn.Module, batch: Any) -> tuple[torch.Tensor, BatchSums]:
         return self._whole(super()._loss, model, batch)

@@ -14,6 +14,7 @@ import torch
 
 from runner.storage.state_dict import fit_buffers, fitted, with_versions
 from runner.storage.value_checks import TensorSpec, UnexpectedContentError, check_like, is_finite
+from runner.torch_optimizer import is_of_user, parts_of
 
 log = logging.getLogger(__name__)
 
@@ -100,14 +101,15 @@ def load_optimizer(
     parameters = dict(model.named_parameters())
     names = {parameter: name for name, parameter in parameters.items()}
     expected = {}  # in the order in which `optimizer.state_dict` numbers the parameters
-    for group in optimizer.param_groups:
-        form = _state_of_a_step(optimizer, group)
-        expected |= {names[parameter]: form for parameter in group["params"]}
+    for part in parts_of(optimizer):
+        for group in part.param_groups:
+            form = None if is_of_user(part) else _state_of_a_step(optimizer, group)
+            expected |= {names[parameter]: form for parameter in group["params"]}
     numbers = {name: number for number, name in enumerate(expected)}
     check_like(optimizer_state, {name: dict for name in numbers if name in optimizer_state}, "the optimizer")
     packed = optimizer.state_dict()
     for name, state in optimizer_state.items():
-        like = {key: parameters[name] if spec is None else spec for key, spec in expected[name].items()}
+        like = {key: parameters[name] if spec is None else spec for key, spec in (expected[name] or {}).items()}
         if like:  # the optimizer of the checkpoint may have had momentum when this one has none
             check_like(state, like, f"the optimizer, {name}")
             if "step" in state and state["step"] < 0:  # most optimizers compute a divisor from it
@@ -115,8 +117,11 @@ def load_optimizer(
             packed["state"][numbers[name]] = _state_of(parameters[name], state)
     optimizer.load_state_dict(packed)
     for name in optimizer_state:  # torch has converted numbers, as NAdam's product of momenta, to the weight's type
-        state = optimizer.state[parameters[name]]
-        for key, spec in expected[name].items():
+        state, form = optimizer.state[parameters[name]], expected[name]
+        if form is None:  # of a class of the user's, whose whole numbers torch would convert
+            own, device = _state_of(parameters[name], optimizer_state[name]), parameters[name].device
+            state.update({k: v.to(device) if torch.is_tensor(v) and k != "step" else v for k, v in own.items()})
+        for key, spec in (form or {}).items():
             if isinstance(spec, TensorSpec) and not spec.shape and key in state and key != "step":
                 state[key] = state[key].to(spec.dtype)
 

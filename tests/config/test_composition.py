@@ -125,6 +125,11 @@ def test_a_config_is_what_hydra_composes_whatever_was_composed_before(words):
         assert outcome(lambda composer: composer._compose(words, RunMode.RUN)) == wanted
 
 
+def test_numbers_as_names_of_parameter_groups_are_texts():
+    groups = Composer().run(["optimizer.groups={0:{lr:0.5},*.bias:{lr:0.1}}"]).config["optimizer"]["groups"]
+    assert groups == {"0": {"lr": 0.5}, "*.bias": {"lr": 0.1}}
+
+
 def test_deleting_a_key_that_is_null_is_refused_as_that_and_not_as_an_unknown_key():
     with pytest.raises(ConfigError) as refusal:
         Composer().run(["~max_grad_norm"])

@@ -6,7 +6,8 @@ from torch import nn
 
 from runner.config.errors import ConfigError
 from runner.models.depth import layers_of
-from runner.optimizer import SGD, learning_rates
+from runner.optimizer import SGD
+from runner.torch_optimizer import learning_rates
 
 SIZE = 4
 
