@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from runner.batching import Step
-from runner.code_state import CodeState, roots_of
+from runner.code_places import roots_of
+from runner.code_state import CodeState
 from runner.config import user_code
 from runner.config.errors import check, shortened
 from runner.config.hooks import Hooks

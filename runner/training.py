@@ -20,6 +20,7 @@ import torch
 
 from runner import code_state
 from runner.batching import Step
+from runner.code_places import reads_parameters
 from runner.config import user_code
 from runner.config.errors import ConfigError, described
 from runner.device import oversubscription
@@ -168,7 +169,7 @@ def initial_state(run: Run, session: Session, directory: Path, with_table: bool 
     model = run.precision.convert(model)
     description = describe_model(with_own_memory(model))
     groups = run.optimizer.parameter_groups(model)
-    session = replace(session, reads_parameters=code_state.reads_parameters(model, run.workload.user_loss))
+    session = replace(session, reads_parameters=reads_parameters(model, run.workload.user_loss))
     model = run.parallel.place(model, session)
     seed_all(derive(session.plan.seed, "rank", session.plan.rng_stream))
     return State(run, session, directory, model, run.optimizer.build(model, groups), description, *table)

@@ -29,7 +29,7 @@ LAYERS = [
     ["runner.workloads"],
     ["runner.parallel"],
     ["runner.run"],
-    [("runner.code_state", "runner.code_values")],
+    [("runner.code_state", "runner.code_places", "runner.code_values")],
     [("runner.state", "runner.saved_state", "runner.trial"), "runner.resume", "runner.failures"],
     [("runner.training", "runner.compiled_step"), "runner.analysis"],
     ["runner.sweeps", "runner.planning", "runner.verification"],

@@ -10,7 +10,8 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from runner.batching import Plan
-from runner.code_state import CodeState, roots_of
+from runner.code_places import roots_of
+from runner.code_state import CodeState
 from runner.data.base import copied
 from runner.parallel.attributes import plain_values, set_values
 from runner.parallel.buffers import named_buffers, with_own_memory
