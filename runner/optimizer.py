@@ -18,7 +18,7 @@ from runner.config.name_patterns import matching, names_to_match
 from runner.config.options import option_contents
 from runner.config.schema import checked_values, load_class, option_fields, typed_values
 from runner.models.depth import Layers, layers_of
-from runner.optimizer_trial import WHOLE, check_of_user, needs_of_user
+from runner.optimizer_trial import check_of_user, needs_of_user
 from runner.schedule import Schedule, of_option
 from runner.torch_optimizer import (
     OF_ALL,
@@ -95,8 +95,8 @@ class Optimizer(ABC):
         return {name: value for name, value in (options | self._further()).items() if name in known}
 
     def needs(self) -> frozenset[str]:
-        """Return which of `WHOLE`, `ALL` and `SAME` of `optimizer_trial` the updates need."""
-        return frozenset({WHOLE} if "Muon" in self.kinds() else ())
+        """Return which of `ALL` and `SAME` of `optimizer_trial` the updates need."""
+        return frozenset()
 
     def key_that_needs(self, need: str) -> str:
         """Return the key of what needs it, in this optimizer or in a group; empty if nothing does."""

@@ -13,8 +13,8 @@ from runner.torch_optimizer import changed_options, class_of, load_changed_optio
 
 _SHAPES = ((4, 3), (3, 2), (3,))
 
-WHOLE, ALL, SAME = "whole parameters", "all parameters", "random numbers that are the same in all processes"
-"""What the update of a parameter may need: all of its rows, the other parameters, or random numbers."""
+ALL, SAME = "all parameters", "random numbers that are the same in all processes"
+"""What the update of a parameter may need: the other parameters, or random numbers."""
 
 
 def check_of_user(kind: str, options: dict[str, Any]) -> None:
@@ -29,29 +29,27 @@ def check_of_user(kind: str, options: dict[str, Any]) -> None:
 
 
 def needs_of_user(kind: str, options: dict[str, Any]) -> frozenset[str]:
-    """Return which of `WHOLE`, `ALL` and `SAME` the updates of an optimizer need."""
-    together, others, rows = _Parameters(), _Parameters(), _Parameters(halves=True)
+    """Return which of `ALL` and `SAME` the updates of an optimizer need."""
+    together, others = _Parameters(), _Parameters()
     joint = class_of(kind)([{"params": together.tensors}], **options)
     alone = [class_of(kind)([{"params": [each]}], **options) for each in others.tensors]
     _train(together, [joint])
     _train(others, alone)
-    _train(rows, [class_of(kind)([{"params": rows.tensors}], **options)])
     # Numbers in groups may be sums over parameters, as that of which Prodigy makes a learning rate in later steps.
     is_alone = others.equal(together) and all(options_of(each) == options_of(joint) for each in alone)
-    found = {ALL: is_alone, WHOLE: rows.equal(together), SAME: not together.draws}
+    found = {ALL: is_alone, SAME: not together.draws}
     return frozenset(need for need, is_right in found.items() if not is_right)
 
 
 class _Parameters:
-    """Parameters with values of their own, `halves` of each by rows; `draws` says whether an update drew at random."""
+    """Parameters with values of their own; `draws` says whether an update drew at random."""
 
-    def __init__(self, halves: bool = False):
-        self._random, self._halves, self.draws = torch.Generator().manual_seed(0), halves, False
+    def __init__(self) -> None:
+        self._random, self.draws = torch.Generator().manual_seed(0), False
         self.tensors = [torch.nn.Parameter(each) for each in self._values()]
 
     def _values(self) -> list[torch.Tensor]:
-        drawn = [torch.randn(shape, generator=self._random, dtype=torch.float64) for shape in _SHAPES]
-        return [half for each in drawn for half in (each.tensor_split(2) if self._halves else [each])]
+        return [torch.randn(shape, generator=self._random, dtype=torch.float64) for shape in _SHAPES]
 
     def set_gradients(self) -> None:
         for parameter, value in zip(self.tensors, self._values(), strict=True):

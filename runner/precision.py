@@ -211,7 +211,10 @@ class Float16(BFloat16):
         if combine_overflow is not None:
             combine_overflow(flags[0])
         norm = clip() if clip is not None else _gradient_norm(optimizer)
-        self._scaler.step(optimizer)  # a fused optimizer reads the flag on the device: no sync
+        if update is None or getattr(optimizer, "_step_supports_amp_scaling", False):
+            self._scaler.step(optimizer)  # a fused optimizer reads the flag on the device: no sync
+        elif not any(flag.item() for flag in flags):
+            update()
         self._scaler.update()
         _drop_gradients(optimizer)
         self.num_skipped()  # counts the previous step, whose flag has been copied by now

@@ -29,7 +29,7 @@ from runner.env.base import Env
 from runner.model.base import Model
 from runner.model.user import UserModel
 from runner.optimizer import Optimizer
-from runner.optimizer_trial import ALL, SAME, WHOLE
+from runner.optimizer_trial import ALL, SAME
 from runner.parallel.base import Parallel
 from runner.parallel.collectives import Collectives
 from runner.parallel.session import Session
@@ -143,14 +143,12 @@ class Run:
         """
         user_code.check_given(self.code, self.resume)
         session = self.session(collectives)
-        plan = session.plan
-        is_divided, several = plan.splits_network or plan.shards_parameters, plan.num_data_ranks > 1
-        is_missing = {WHOLE: plan.shards_parameters, ALL: is_divided, SAME: several}
+        is_missing = {ALL: session.plan.splits_network, SAME: session.plan.num_data_ranks > 1}
         for need in (need for need, missing in is_missing.items() if missing):
             key, mode = self.optimizer.key_that_needs(need), chosen_option("parallel", self.parallel)
             name = chosen_option("optimizer", self.optimizer) if key == "optimizer" else ABSENT
-            why, remedy = f"it needs {need}, which a process of {mode} has not", "parallel=single, or optimizer=adamw"
-            check(not key, key, name, why, "parallel=ddp, or optimizer=adamw" if need == WHOLE else remedy)
+            why = f"it needs {need}, which a process of {mode} has not"
+            check(not key, key, name, why, "parallel=single, or optimizer=adamw")
         if self.ema.decay is not None and session.plan.steps_per_round > 1:
             why = "the processes of this mode do not wait for each other: there is no sequence of weights to average"
             raise ConfigError("ema.decay", self.ema.decay, why, "ema.decay=null, or another parallel mode")

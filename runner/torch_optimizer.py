@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import make_dataclass
 from typing import Any
 
@@ -110,8 +111,9 @@ def of_torch(
     """
     known = arguments_of(kind)
     fused = fuses and can_be_fused and "fused" in known
+    sharded = any(hasattr(parameter, "device_mesh") for group in groups for parameter in group["params"])
+    in_one_kernel = in_one_kernel and (not sharded or is_of_shards(kind))  # which would gather all parameters at once
     if kind == "SGD":
-        sharded = any(hasattr(parameter, "device_mesh") for group in groups for parameter in group["params"])
         # For DTensor parameters torch implements fused Adam, but not fused SGD; and foreach, but not by default.
         fused = fused and not sharded and not any(map(_begins_with_gradient, groups))
     switches = {"fused": fused, "foreach": (in_one_kernel and not fused) or None}  # None is torch's choice
@@ -149,6 +151,11 @@ def parts_of(optimizer: torch.optim.Optimizer) -> Sequence[torch.optim.Optimizer
     return optimizer.parts() if hasattr(optimizer, "parts") else [optimizer]  # pyright: ignore
 
 
+def is_of_shards(kind: str) -> bool:
+    """Return whether torch's functions of the optimizer `kind` take shards (`DTensor`); others need whole tensors."""
+    return is_of_torch(kind) and kind not in ("Adafactor", "Muon", "Rprop")
+
+
 def is_of_user(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether a class of `optimizer` is not one of torch's."""
     return not all(type(each).__module__.startswith("torch.optim") for each in parts_of(optimizer))
@@ -180,9 +187,12 @@ def _joined_class() -> Any:
                 part.param_groups = [group for group in self.param_groups if group["part"] == number]
             return self._parts
 
-        def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        def step(  # pyright: ignore[reportIncompatibleMethodOverride]
+            self, closure: None = None, within: Callable[[Any], AbstractContextManager[Any]] = nullcontext
+        ) -> None:
             for part in self.parts():
-                part.step()
+                with within(part):
+                    part.step()
 
     return Joined
 

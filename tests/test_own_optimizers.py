@@ -26,7 +26,7 @@ def plain_weights(name: str) -> dict[str, torch.Tensor]:
     inputs, targets = own_optimizers.numbers()
     torch.manual_seed(derive(0, "weights"))
     model = own_optimizers.model().double()
-    optimizer = getattr(own_optimizers, name)(model.parameters(), lr=0.1)
+    optimizer = getattr(own_optimizers, name, getattr(torch.optim, name, None))(model.parameters(), lr=0.1)
     stream = torch.randperm(48, generator=torch.Generator().manual_seed(derive(0, "order", 0)))
     torch.manual_seed(derive(0, "rank", 0))
     for rows in stream.split(12):
@@ -38,8 +38,11 @@ def plain_weights(name: str) -> dict[str, torch.Tensor]:
 
 RIGHT = {
     "Lookahead": ["parallel=single", "accumulation=2", "parallel=ddp", "parallel=fsdp", "parallel=pipeline"],
-    "Normalized": ["parallel=pipeline"],
-    "OfAll": ["parallel=ddp", "parallel=pipeline parallel.engine=streams"],
+    "Normalized": ["parallel=pipeline", "parallel=fsdp"],
+    "OfAll": ["parallel=ddp", "parallel=fsdp", "parallel=pipeline parallel.engine=streams"],
+    "Adapts": ["parallel=fsdp"],
+    "Adafactor": ["parallel=fsdp"],
+    "Rprop": ["parallel=fsdp"],
     "Langevin": ["accumulation=2"],
     "decayed": ["parallel=single"],
 }
@@ -55,12 +58,13 @@ def test_an_optimizer_of_a_file_trains_to_the_weights_of_a_plain_loop(name, mode
     assert largest_difference(weights_at(tmp_path, 4), plain_weights(name)) < 1e-12
 
 
-@pytest.mark.parametrize("name", ["Lookahead", "Langevin"])
+@pytest.mark.parametrize("name", ["Lookahead", "Langevin", "Adafactor"])
 def test_a_resumed_run_goes_on_with_the_state_of_such_an_optimizer(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     half = runner.train([*WORDS, f"optimizer.name={name}", "steps=2"])
     done = runner.train([f"resume={half.directory}", FILE, "steps=4"])
-    assert largest_difference(weights_at(Path(str(done.directory)), 4), plain_weights(name)) == 0
+    limit = 1e-15 if name == "Adafactor" else 0  # a run has torch's implementation for many tensors at once
+    assert largest_difference(weights_at(Path(str(done.directory)), 4), plain_weights(name)) <= limit
 
 
 REFUSED = {
@@ -70,8 +74,6 @@ REFUSED = {
     "WithoutRate": "it has no argument lr",
     "twice": "it changes the learning rate",
     "network": "it makes a Linear",
-    "Normalized parallel=fsdp parallel.processes=2": "it needs whole parameters, which a process of fsdp has not",
-    "Adapts parallel=fsdp parallel.processes=2": "it needs all parameters, which a process of fsdp has not",
     "OfAll parallel=pipeline parallel.processes=2": "it needs all parameters, which a process of pipeline has not",
     "Langevin parallel=ddp parallel.processes=2": "it needs random numbers that are the same in all processes",
     "Slows compile=step": "it may count steps in Python",

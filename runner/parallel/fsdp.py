@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, cast
@@ -26,7 +26,7 @@ from runner.parallel.multiprocess import MultiProcess, Within, finds_unused
 from runner.parallel.session import Session
 from runner.parallel.whole_tensors import WholeTensors
 from runner.system.trees import map_tensors
-from runner.torch_optimizer import is_of_user
+from runner.torch_optimizer import is_of_shards, is_of_user, parts_of
 from runner.tracking.metrics import BatchSums, MetricSums
 
 if TYPE_CHECKING:
@@ -145,8 +145,14 @@ class FSDP(MultiProcess):
             self._others = ()
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:
-        with WholeTensors() if is_of_user(optimizer) else nullcontext():
-            super().update(optimizer)
+        def within(part: torch.optim.Optimizer) -> AbstractContextManager[Any]:
+            return nullcontext() if is_of_shards(type(part).__name__) and not is_of_user(part) else WholeTensors()
+
+        if len(parts_of(optimizer)) > 1:
+            cast("Any", optimizer).step(within=within)
+        else:
+            with within(optimizer):
+                optimizer.step()
 
     def _loss(self, model: torch.nn.Module, batch: Any) -> tuple[torch.Tensor, BatchSums]:
         return self._whole(super()._loss, model, batch)

@@ -18,7 +18,7 @@ from runner.torch_optimizer import is_of_user, parts_of
 
 log = logging.getLogger(__name__)
 
-_PROBE = (3, 5)  # the shape of a test parameter: a state tensor of this shape must have it from the parameter
+_PROBE = (3, 5, 2, 4, 6, 7, 8)  # the shape of a test parameter: a state tensor that has it follows the parameter
 
 TensorDict = dict[str, "torch.Tensor"]
 """The tensors of a model by name. The names have no prefix of a wrapper, such as DDP's `module.`."""
@@ -103,8 +103,8 @@ def load_optimizer(
     expected = {}  # in the order in which `optimizer.state_dict` numbers the parameters
     for part in parts_of(optimizer):
         for group in part.param_groups:
-            form = None if is_of_user(part) else _state_of_a_step(optimizer, group)
-            expected |= {names[parameter]: form for parameter in group["params"]}
+            of_dims = {} if is_of_user(part) else _states_of_a_step(optimizer, group)
+            expected |= {names[parameter]: of_dims.get(parameter.dim()) for parameter in group["params"]}
     numbers = {name: number for number, name in enumerate(expected)}
     check_like(optimizer_state, {name: dict for name in numbers if name in optimizer_state}, "the optimizer")
     packed = optimizer.state_dict()
@@ -126,16 +126,26 @@ def load_optimizer(
                 state[key] = state[key].to(spec.dtype)
 
 
-def _state_of_a_step(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> dict[str, TensorSpec | type | None]:
-    """Return a dict from the keys of a parameter's optimizer state, such as `exp_avg`, to the expected format."""
-    parameter = torch.nn.Parameter(torch.zeros(_PROBE))
-    parameter.grad = torch.zeros(_PROBE)
+def _states_of_a_step(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any]
+) -> dict[int, dict[str, TensorSpec | type | None]]:
+    """Return what `_state_of_a_step` returns for the first parameter of each number of dimensions in `group`."""
+    firsts = {parameter.dim(): parameter for parameter in reversed(group["params"])}
+    return {dim: _state_of_a_step(optimizer, group, first) for dim, first in firsts.items()}
+
+
+def _state_of_a_step(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], first: torch.Tensor
+) -> dict[str, TensorSpec | type | None]:
+    """Return a dict from the keys of the state of a parameter like `first`, such as `exp_avg`, to the format."""
+    shape = _PROBE[: max(1, first.dim())]
+    parameter = torch.nn.Parameter(torch.zeros(shape))
+    parameter.grad = torch.zeros(shape)
     copied = copy.copy(optimizer)
     copied.state = defaultdict(dict)
-    for first in group["params"][:1]:
-        for key, value in optimizer.state.get(first, {}).items():  # Adagrad of torch 2.11 has state before a step
-            follows = key != "step" and isinstance(value, torch.Tensor) and value.shape == first.shape
-            copied.state[parameter][key] = torch.zeros(_PROBE) if follows else copy.copy(value)
+    for key, value in optimizer.state.get(first, {}).items():  # Adagrad of torch 2.11 has state before a step
+        follows = key != "step" and isinstance(value, torch.Tensor) and value.shape == first.shape
+        copied.state[parameter][key] = torch.zeros(shape) if follows else copy.copy(value)
     copied.param_groups = [{**group, "params": [parameter]}]
     copied.step()
     forms: dict[str, TensorSpec | type | None] = {}
@@ -143,7 +153,7 @@ def _state_of_a_step(optimizer: torch.optim.Optimizer, group: dict[str, Any]) ->
         forms[key] = type(value)
         if isinstance(value, torch.Tensor):
             # Any other shape, as in Adafactor, depends on the parameter's in a way that only the optimizer knows.
-            forms[key] = None if value.shape == _PROBE else TensorSpec(value.dtype, (None,) * value.dim())
+            forms[key] = None if value.shape == shape else TensorSpec(value.dtype, (None,) * value.dim())
     return forms
 
 

@@ -58,7 +58,6 @@ for name in ("digits", "synthetic"):
     REFUSED[frozenset(("workload=regression", f"data={name}"))] = "data"
 for mode in ("model", "pipeline"):
     REFUSED[frozenset(("workload=dqn", f"parallel={mode}"))] = "workload"
-REFUSED[frozenset(("optimizer=muon", "parallel=fsdp"))] = "optimizer"
 REFUSED[frozenset(("workload=dqn", "debug=overfit"))] = "workload.overfit_batches"
 if find_spec("Box2D") is None:
     ABSENT_HERE["experiment=dqn_lunarlander"] = "env.id"

@@ -97,7 +97,7 @@ class Adapts(Base):
     def update(self, group: dict[str, Any], parameter: torch.Tensor, state: dict[str, Any]) -> None:
         gradient: Any = parameter.grad
         group["sum"] += float(gradient.abs().sum())
-        parameter.add_(gradient * max(1.0, group["sum"] / 1e6), alpha=-group["lr"])
+        parameter.add_(gradient * max(1.0, group["sum"] / 5), alpha=-group["lr"])
 
 
 class Langevin(Base):

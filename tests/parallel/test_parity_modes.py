@@ -95,6 +95,7 @@ ROWS = [
     Row("fsdp", 2, 1, "nesterov", DOUBLE, "parallel.reshard_after_forward=false", 1e-13),
     Row("fsdp", 3, 2, "kinds", DOUBLE, "", 1e-12, max_norm=0.1),
     Row("fsdp", 2, 4, "nadam", DOUBLE, "", 1e-12),
+    Row("fsdp", 2, 2, "muon", DOUBLE, "", 1e-12),
     Row("fsdp", 2, 2, "rmsprop", DOUBLE, "parallel.offload=true", 1e-12),
     Row("fsdp", 2, 1, more=CONVNET_28, frozen="conv1"),
     Row("fsdp", 2, 1, more=GROUP, tolerance=1e-12),
