@@ -193,7 +193,7 @@ def trace_rank(run: Run, session: Session, rank: int, further: int = 0) -> RankP
             # Create the optimizer state and the averaged weights, as the first update does, without a forward pass.
             for parameter in state.model.parameters():
                 parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
-            run.precision.step(state.optimizer, None)
+            run.precision.step(state.optimizer, None, update=lambda: run.parallel.update(state.optimizer))
             state.average.update()
             _classify(tracker, state)
             for step in part.plan.steps(0, 2 * part.plan.steps_per_round):

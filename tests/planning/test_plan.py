@@ -160,6 +160,9 @@ def test_fsdp_shards_parameters_and_optimizer_state_and_pipeline_stages_have_the
     for kind in ("parameters", "optimizer state"):
         assert sharded.kept[kind] == pytest.approx(whole.kept[kind] / 2, rel=0.01)
     assert sum(sharded.saved.values()) == sum(whole.saved.values()), "a checkpoint has all of them"
+    rprop = (*SMALL, "optimizer=torch", "optimizer.name=Rprop")  # whose step computes with whole tensors
+    [alone], (sharded, _) = planned(*rprop), planned(*rprop, "parallel=fsdp")
+    assert sharded.kept["optimizer state"] == pytest.approx(alone.kept["optimizer state"] / 2, rel=0.02)
     first, second = planned(*RESNET, *PIPELINE)
     ends = [first.blocks[0], first.blocks[-1], second.blocks[0], second.blocks[-1]]
     assert ends == ["stem", "layer2.1", "layer3.0", "head"]
