@@ -116,8 +116,9 @@ def _is_elementwise(name: str) -> bool:
 def _elementwise(func: Any, name: str, given: Any) -> Any:
     """Return the result that `func` has for shards if it is elementwise and they have one shape; otherwise None."""
     tensors = [each for each in tensors_of(given) if each.dim()]
-    first = tensors[0]
-    if not is_shard(first) or any(each.shape != first.shape for each in tensors) or not _is_elementwise(name):
+    if not tensors or not is_shard(first := tensors[0]) or not _is_elementwise(name):
+        return None
+    if any(each.shape != first.shape for each in tensors):
         return None
     args, kwargs = map_tensors(
         lambda each: each if is_shard(each) or not each.dim() else shard_like(first, each), given
