@@ -77,7 +77,7 @@ class Precision:
             combine_overflow: function that sets an overflow flag, in place, to its maximum over the ranks, if they hold
                 the gradients of different parameters; None if they do not, or torch combines the flags.
             update: function that updates the parameters; None for the `step` of the optimizer, which loss scaling calls
-                in any case.
+                in any case if it is fused.
 
         Returns:
             The norm before clipping, a scalar on the device; None if `clip` is None and there is no loss scaling.
@@ -211,10 +211,10 @@ class Float16(BFloat16):
         if combine_overflow is not None:
             combine_overflow(flags[0])
         norm = clip() if clip is not None else _gradient_norm(optimizer)
-        if update is None or getattr(optimizer, "_step_supports_amp_scaling", False):
-            self._scaler.step(optimizer)  # a fused optimizer reads the flag on the device: no sync
+        if getattr(optimizer, "_step_supports_amp_scaling", False):
+            self._scaler.step(optimizer)  # it is fused, and reads the flag on the device: no sync
         elif not any(flag.item() for flag in flags):
-            update()
+            (update or optimizer.step)()
         self._scaler.update()
         _drop_gradients(optimizer)
         self.num_skipped()  # counts the previous step, whose flag has been copied by now

@@ -112,7 +112,7 @@ def of_torch(
     known = arguments_of(kind)
     fused = fuses and can_be_fused and "fused" in known
     sharded = any(hasattr(parameter, "device_mesh") for group in groups for parameter in group["params"])
-    in_one_kernel = in_one_kernel and (not sharded or is_of_shards(kind))  # which would gather all parameters at once
+    in_one_kernel = in_one_kernel and (not sharded or takes_shards(class_of(kind)))  # else it gathers all at once
     if kind == "SGD":
         # For DTensor parameters torch implements fused Adam, but not fused SGD; and foreach, but not by default.
         fused = fused and not sharded and not any(map(_begins_with_gradient, groups))
@@ -151,9 +151,9 @@ def parts_of(optimizer: torch.optim.Optimizer) -> Sequence[torch.optim.Optimizer
     return optimizer.parts() if hasattr(optimizer, "parts") else [optimizer]  # pyright: ignore
 
 
-def is_of_shards(kind: str) -> bool:
-    """Return whether torch's functions of the optimizer `kind` take shards (`DTensor`); others need whole tensors."""
-    return is_of_torch(kind) and kind not in ("Adafactor", "Muon", "Rprop")
+def takes_shards(kind: Any) -> bool:
+    """Return whether an optimizer of the class `kind` computes with shards (`DTensor`); others need whole tensors."""
+    return kind.__module__.startswith("torch.optim") and kind.__name__ not in ("Adafactor", "Muon", "Rprop")
 
 
 def is_of_user(optimizer: torch.optim.Optimizer) -> bool:

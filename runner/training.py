@@ -169,7 +169,8 @@ def initial_state(run: Run, session: Session, directory: Path, with_table: bool 
     model = run.precision.convert(model)
     description = describe_model(with_own_memory(model))
     groups = run.optimizer.parameter_groups(model)
-    session = replace(session, reads_parameters=reads_parameters(model, run.workload.user_loss))
+    if session.plan.shards_parameters:
+        session = replace(session, reads_parameters=reads_parameters(model, run.workload.user_loss))
     model = run.parallel.place(model, session)
     seed_all(derive(session.plan.seed, "rank", session.plan.rng_stream))
     return State(run, session, directory, model, run.optimizer.build(model, groups), description, *table)

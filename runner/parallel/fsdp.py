@@ -26,7 +26,7 @@ from runner.parallel.multiprocess import MultiProcess, Within, finds_unused
 from runner.parallel.session import Session
 from runner.parallel.whole_tensors import WholeTensors
 from runner.system.trees import map_tensors
-from runner.torch_optimizer import is_of_shards, is_of_user, parts_of
+from runner.torch_optimizer import parts_of, takes_shards
 from runner.tracking.metrics import BatchSums, MetricSums
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ class FSDP(MultiProcess):
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:
         def within(part: torch.optim.Optimizer) -> AbstractContextManager[Any]:
-            return nullcontext() if is_of_shards(type(part).__name__) and not is_of_user(part) else WholeTensors()
+            return nullcontext() if takes_shards(type(part)) else WholeTensors()
 
         if len(parts_of(optimizer)) > 1:
             cast("Any", optimizer).step(within=within)

@@ -1,4 +1,4 @@
-"""Hooks of the user see whole tensors where a mode has divided them into shards (`DTensor`)."""
+"""Hooks and optimizers compute with whole tensors where a mode has divided them into shards (`DTensor`)."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ _OF_SHARDS |= {"register_post_accumulate_grad_hook", "attribute"}
 _WITH_VALUES = {"data", "T", "mT", "H", "mH", "real", "imag"}
 """The attributes that are views of the values of a tensor."""
 
-
 _ELEMENTWISE = {"copy_", "zero_", "fill_", "zeros_like", "ones_like", "full_like", "empty_like"}
+"""Functions that are elementwise, but that torch does not tag as such."""
+
 _NUMBERS = (int, float, bool, complex, str, bytes, torch.dtype, torch.device, torch.Size, type(None))
 
 
