@@ -31,10 +31,10 @@ class Plateau(Schedule):
     cooldown: NonNegativeInt = 0
     final: Fraction = 0.0
 
-    def check_evaluations(self, directions: Mapping[str, str], eval_every: int) -> None:
-        tags = sorted(f"eval/{name}" for name in directions)
+    def check_evaluations(self, directions: Mapping[str, str], tags: str, eval_every: int) -> None:
+        known = {f"eval/{name}" for name in directions}
         why = "evaluations of this workload have no such metric with a known goal;"
-        check(self.metric in (None, *tags), "schedule.metric", self.metric, why, f"choose from: {', '.join(tags)}")
+        check(self.metric in (None, *known), "schedule.metric", self.metric, why, f"choose from: {tags}")
         if eval_every == 0:  # of debug=smoke, for example
             log.warning("schedule=plateau reduces no learning rate: the only evaluation is at the end (eval_every=0)")
 

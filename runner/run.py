@@ -127,8 +127,9 @@ class Run:
         once_an_epoch = math.ceil(epoch) if epoch else max(1, num_steps // 10)
         eval_every = once_an_epoch if self.eval_every is None else self.eval_every
         check_metrics(self.workload)
-        self.stop.check_evaluations(session.eval_metrics, eval_every, self.workload.best_possible)
-        self.schedule.check_evaluations(session.eval_metrics, eval_every)
+        tags = ", ".join(sorted(f"eval/{name}" for name in session.eval_metrics)) + self.workload.other_metrics
+        self.stop.check_evaluations(session.eval_metrics, tags, eval_every, self.workload.best_possible)
+        self.schedule.check_evaluations(session.eval_metrics, tags, eval_every)
         for schedule in (with_function(self.schedule), *self.optimizer.schedules().values()):
             schedule.check_length(num_steps)
         save_every = once_an_epoch if self.save_every is None else self.save_every

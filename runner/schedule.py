@@ -73,7 +73,7 @@ class Schedule:
             text = "schedule.warmup=%s: the run ends after %d steps, before the warm-up, with %.3g × optimizer.lr"
             log.warning(text, self.warmup, num_steps, self.factor(num_steps - 1, num_steps))
 
-    def check_evaluations(self, directions: Mapping[str, str], eval_every: int) -> None:
+    def check_evaluations(self, directions: Mapping[str, str], tags: str, eval_every: int) -> None:
         """Raise `ConfigError` if the schedule needs an evaluation that the run does not have (see `Stop`)."""
 
     def build(

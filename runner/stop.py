@@ -37,18 +37,19 @@ class Stop:
         check(self.min_delta == 0 or self.patience is not None, "min_delta", self.min_delta, why, remedy)
 
     def check_evaluations(
-        self, directions: Mapping[str, str], eval_every: int, best_possible: Mapping[str, float] = {}
+        self, directions: Mapping[str, str], tags: str, eval_every: int, best_possible: Mapping[str, float] = {}
     ) -> None:
         """Raise `ConfigError` if `metric` is set and evaluations do not measure it, or cannot reach `target`.
 
-        `directions` has the `min` or `max` of each metric by which a run may end, `best_possible` the best value of
-        some; there is one evaluation in `eval_every` steps, or only one at the end if it is 0.
+        `directions` has the `min` or `max` of each metric by which a run may end, `tags` says which to choose from, and
+        `best_possible` has the best value of some; there is one evaluation in `eval_every` steps, or only one at the
+        end if it is 0.
         """
         if self.metric is None:
             return
-        tags = sorted(f"eval/{name}" for name in directions)
-        why, remedy = "a run of this workload cannot end by it;", f"choose from: {', '.join(tags)}"
-        check(self.metric in tags, "stop.metric", self.metric, why, remedy)
+        is_known = self.metric in {f"eval/{name}" for name in directions}
+        why, remedy = "a run of this workload cannot end by it;", f"choose from: {tags}"
+        check(is_known, "stop.metric", self.metric, why, remedy)
         why = "the only evaluation is at the end of the run (eval_every=0)"
         remedy = "eval_every=N evaluates every N steps, eval_every=null once per epoch, or ten times without epochs"
         check(eval_every > 0, "stop.metric", self.metric, why, remedy)

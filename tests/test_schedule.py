@@ -138,8 +138,8 @@ def test_the_warm_up_of_plateau_is_that_of_other_schedules():
 
 def test_a_plateau_needs_evaluations_of_its_metric(caplog):
     with pytest.raises(ConfigError, match=r"^schedule\.metric: got 'eval/los': .*\n.*eval/loss"):
-        Plateau(metric="eval/los").check_evaluations({"loss": "min"}, 5)
-    Plateau().check_evaluations({"loss": "min"}, 0)
+        Plateau(metric="eval/los").check_evaluations({"loss": "min"}, "eval/loss", 5)
+    Plateau().check_evaluations({"loss": "min"}, "eval/loss", 0)
     assert "the only evaluation is at the end" in caplog.text
 
 

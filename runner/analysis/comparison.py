@@ -246,6 +246,7 @@ class Comparison:
     def title(self, measure: str) -> str:
         tags = {tag: tag if tag in MEASURED else f"last {tag}" for tag in self.metrics}
         titles = tags | {BEST: f"best {self.metric}", LAST: tags[self.metric]}
+        titles |= {STEPS: "steps done"} if STEPS in self.keys else {}  # beside those that were typed
         return one_line((titles | {RATE: "samples/s", STEP_SECONDS: "seconds per step"}).get(measure, measure))
 
     def _row(self, runs: list[MeasuredRun]) -> Row:

@@ -230,7 +230,7 @@ def _numbers(found: Contrast) -> dict[str, float | None]:
 def as_csv(comparison: Comparison) -> str:
     """Return a CSV table with a line for each run that is done, in the order of the rows, and for each failure."""
     measures, keys = comparison.measures, list(map(format_value, comparison.keys))
-    titles = [comparison.title(name) if name in (BEST, LAST) else name for name in measures]
+    titles = [comparison.title(name) if name in (BEST, LAST, STEPS) else name for name in measures]
     front = ["front"] * (len(comparison.metrics) > 1)
     lines: list[list[Any]] = [[*keys, "seed", *titles, "run", "state", "step", "reason", *_NUMBERS, *front]]
     for index, row in enumerate(comparison.rows):

@@ -36,6 +36,7 @@ class Workload(ABC):
     """The evaluation metric that selects the best checkpoint, and whether its `min` or its `max` is best."""
 
     best_possible: ClassVar[Mapping[str, float]] = {}
+    other_metrics: ClassVar[str] = ""  # how `eval_metrics` gets others, after a list of them
     """The best value that an evaluation metric can have, of those that have one."""
 
     not_in_passes: ClassVar[tuple[str, ...]] = ()

@@ -219,8 +219,10 @@ def _concordance(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def _explained_variance(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    errors, (_, deviations) = outputs - targets, _deviations(outputs, targets)
-    return (1 - (errors - errors.mean(0)).square().sum(0) / deviations.square().sum(0)).mean()
+    both = (outputs - targets, targets)
+    left, whole = (torch.where(each.amax(0) == each.amin(0), 0, each - each.mean(0)).square().sum(0) for each in both)
+    # Of equal targets, it is 1 if all errors are equal, and else 0, as in scikit-learn.
+    return (1 - torch.where(whole == 0, torch.where(left > 0, 1, left), left / whole)).mean()
 
 
 OF_NUMBERS: Mapping[str, Named] = {

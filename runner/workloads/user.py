@@ -129,7 +129,6 @@ class UserWorkload(UserCodeWorkload, CrossEntropyWorkload[Samples]):
         why, remedy = "the file defines a metric of this name", "leave one of the two out"
         check(not {*given} & {*named}, "workload.metrics", self._names, why, remedy)
         goals = {name: self.named_metrics[name].goal for name in (*given, *named) if name in self.named_metrics}
-        self.check_best(("loss", *["accuracy"] * self._measures_accuracy, *given, *named), goals)
         return EvaluationMetrics({**given, **named}, goals)
 
     def signature(self) -> dict[str, Any]:
@@ -266,7 +265,9 @@ class UserWorkload(UserCodeWorkload, CrossEntropyWorkload[Samples]):
         why, remedy = "the loss returns a value of the same name as a metric", "rename one of them"
         check(not means.keys() & {*self.extra.names}, "metrics", sorted(self.extra.names), why, remedy)
         device = next((each.device for part in sums["losses"] for each in part.values()), torch.device("cpu"))
-        return means | self.extra.compute(sums, device)
+        means |= self.extra.compute(sums, device)
+        self.check_best(means)
+        return means
 
     def _check_mean(self, found: Losses, outputs: Tree, targets: Tree, n: int) -> None:
         """Warn, once, if the loss of a batch is not the mean of the losses of its halves."""

@@ -28,18 +28,21 @@ class UserCodeWorkload(SampleWorkload[Samples]):
     named_metrics: ClassVar[Mapping[str, Named]] = OF_CLASSES_OR_NUMBERS
     code_parts: ClassVar[tuple[str, ...]] = ()
     """The parts of a user's code that this workload takes (see `user_code.PARTS`); it refuses those of others."""
+    other_metrics: ClassVar[str] = (
+        "; for another of yours, also workload.best_metric=NAME workload.best_goal=max, or min"
+    )
 
     @classmethod
     def best_for(cls, options: Mapping[str, Any]) -> tuple[str, str]:
         name = options.get("best_metric") or "loss"
         return name, options.get("best_goal") or (cls.named_metrics[name].goal if name in cls.named_metrics else "min")
 
-    def check_best(self, known: Iterable[str], with_goals: Iterable[str]) -> None:
-        """Refuse a `best_metric` that is not `known`, or of which it is not known whether a high value is good."""
+    def check_best(self, measured: Iterable[str]) -> None:
+        """Refuse a `best_metric` that is not `measured`, or of which it is not known whether a high value is good."""
         name = self.best_metric
-        remedy = did_you_mean(name or "", known)
-        check(name in (None, *known), "workload.best_metric", name, "evaluations do not measure it;", remedy)
-        has_goal = self.best_goal is not None or name in (None, "loss", "accuracy", *with_goals)
+        remedy = did_you_mean(name or "", measured)
+        check(name in (None, *measured), "workload.best_metric", name, "evaluations do not measure it;", remedy)
+        has_goal = self.best_goal is not None or name in (None, "loss", *self.named_metrics)
         why, remedy = f"whether a high {name} is good is not known", f"workload.best_metric={name} "
         check(has_goal, "workload.best_goal", None, why, remedy + "workload.best_goal=max, or min")
 

@@ -145,7 +145,7 @@ class UserSteps(UserCodeWorkload):
         means = means_of(sums["losses"])
         of_phases = [means[name] for name in (f"{phase}/loss" for phase in self._phases) if name in means]
         means = {"loss": sum(of_phases)} | means
-        self.check_best(means, [name for name in means if name in self.named_metrics])
+        self.check_best(means)
         return means
 
     def eval_metrics(self) -> dict[str, str]:

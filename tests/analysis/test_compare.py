@@ -185,6 +185,16 @@ def test_metric_direction_is_inferred_from_results_workload_or_name(tmp_path):
     assert direction("eval/loss", []) == "min"
 
 
+def test_the_steps_that_were_typed_and_those_that_were_done_are_two_columns(tmp_path, capsys):
+    for typed, done in ((5, 5), (9, 6)):
+        write_run_directory(tmp_path / f"{typed}", f"steps={typed}", **evaluation_entries(0.5, 0.5, steps=done))
+    rows = csv.DictReader(io.StringIO(compared(capsys, tmp_path, "--csv")))
+    assert sorted((row["steps"], row["steps done"]) for row in rows) == [("5", "5.0"), ("9", "6.0")]
+    assert "| steps | runs | best eval/accuracy | last eval/accuracy | steps done |" in (
+        compared(capsys, tmp_path, "--markdown")
+    )
+
+
 def test_options_are_shown_by_the_names_that_were_typed(tmp_path, capsys):
     for number, schedule in enumerate(("cosine", "onecycle")):
         write_run_directory(tmp_path / str(number), f"schedule={schedule}", **evaluation_entries(0.1, 0.1))

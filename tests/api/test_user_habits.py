@@ -146,21 +146,28 @@ def test_ignored_targets_count_neither_in_gradients_nor_in_the_accuracy():
     assert result.evaluation == {"eval/loss": pytest.approx(loss), "eval/accuracy": pytest.approx(share)}
 
 
-@pytest.mark.parametrize("mode", [["workload.eval_batch_size=4"], [DDP, "parallel.find_unused=true"]])
-def test_metrics_are_of_all_held_out_samples_and_outputs_may_be_a_dict(mode):
+@pytest.mark.parametrize(
+    ("best", "mode"), [("half", ["workload.eval_batch_size=4"]), ("right", [DDP, "parallel.find_unused=true"])]
+)
+def test_metrics_are_of_all_held_out_samples_and_outputs_may_be_a_dict(best, mode):
     given = {"recall": recall, "right": right}
     metrics: dict[str, Any] = {name: lambda o, y, of=metric: of(o["logits"], y) for name, metric in given.items()}
     metrics["inputs"] = lambda outputs, targets: outputs["more"][0].sum()
-    loss = lambda outputs, targets: cross_entropy(outputs["logits"], targets)  # noqa: E731
-    best = ["workload.best_metric=right", "workload.best_goal=max"]
-    result, weights = trained(*best, *mode, model=Dict, loss=loss, metrics=metrics)
+
+    def loss(outputs: Any, targets: torch.Tensor) -> dict[str, torch.Tensor]:
+        whole = cross_entropy(outputs["logits"], targets)
+        return {"loss": whole, "half": whole / 2}
+
+    words = [f"workload.best_metric={best}", "workload.best_goal=max", f"stop.metric=eval/{best}", "stop.patience=9"]
+    result, weights = trained(*words, *mode, model=Dict, loss=loss, metrics=metrics)
     (model := Dict()).load_state_dict(weights)
     inputs, targets = TENSORS[1].tensors
     outputs = model(inputs)["logits"].detach()
     wanted = {"recall": recall(outputs, targets), "right": right(outputs, targets).float().mean()}
     wanted |= {"inputs": inputs.sum(), "loss": cross_entropy(outputs, targets)}
+    wanted["half"] = wanted["loss"] / 2
     assert result.evaluation == {f"eval/{name}": pytest.approx(float(each), rel=1e-5) for name, each in wanted.items()}
-    assert result.best["metric"] == "eval/right"
+    assert result.best["metric"] == f"eval/{best}"
 
 
 def test_a_metric_that_is_not_defined_is_nan_and_never_the_best():

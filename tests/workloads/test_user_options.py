@@ -127,6 +127,7 @@ PROBABILITIES = {"model": lambda: nn.Sequential(nn.Linear(5, 3), nn.Softmax(1)),
     (["workload.metrics=[f1]"], {"metrics": {"f1": print}}, "workload.metrics", "leave one"),
     (["workload.metrics=[auroc]"], PROBABILITIES, "workload.metrics", "return logits"),
     (["workload.best_metric=mine"], {"metrics": {"mine": lambda o, t: 1.0}}, "workload.best_goal", "best_goal=max"),
+    (["stop.metric=eval/mine", "stop.target=1"], {"metrics": {"mine": print}}, "stop.metric", "best_metric=NAME"),
     ids=lambda value: value[0] if isinstance(value, list) else None,
 )
 def test_what_does_not_apply_says_what_does(words, code, key, remedy):
