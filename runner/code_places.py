@@ -19,7 +19,7 @@ from runner.data.generators import KINDS, is_library
 from runner.parallel.attributes import OF_TORCH, is_of_user
 
 _MAX_OBJECTS = 1000
-_ASKS_FOR_PARAMETERS = {"parameters", "named_parameters", "get_parameter"}
+_ASKS_FOR_PARAMETERS = {"parameters", "named_parameters", "get_parameter", "_parameters"}
 
 
 class Place(NamedTuple):
@@ -65,7 +65,9 @@ def reads_parameters(model: torch.nn.Module, loss: Any) -> bool:
     names = {name for code in codes if _is_of_user(code.co_filename, None) for name in _names_in(code)}
     own = [each for each in (model, user_code.find("model")) if isinstance(each, torch.nn.Module)]
     refers = any(each in modules.values() for network in own for each in network.modules())
-    return refers or bool(names & _ASKS_FOR_PARAMETERS)
+    # A step is given the network; `weight` may also be computed of parameters of other names.
+    attributes = {"weight", "bias", *(name.rpartition(".")[2] for name, _ in model.named_parameters())}
+    return refers or bool(names & (_ASKS_FOR_PARAMETERS | (set() if "loss" in roots else attributes)))
 
 
 def places(

@@ -158,7 +158,8 @@ class SavedRun:
                 set_values(model, own, weights)
             except UnexpectedContentError as error:
                 raise untrusted(path, f"the hashes are correct, but the content is not: {error}") from None
-        return model.eval()
+        model.eval()  # which may be a method of the user's that returns nothing
+        return model
 
     def on_one_device(self, choice: str | int = "best", overrides: Sequence[str] = ()) -> Run:
         """Return a run, not yet prepared, with the config of a checkpoint on one CPU without tracking."""

@@ -226,6 +226,7 @@ class GatheredParameters:
         for name, parameter in self._model.named_parameters():
             if name in self._names and name not in self._watched and not hasattr(parameter, "device_mesh"):
                 self._watched.add(name)
+                parameter.requires_grad_()  # which eval() of the user's may switch off, and FSDP does not switch on
                 for hook in self._hooks[name]:
                     parameter.register_hook(hook)
                 parameter.register_post_accumulate_grad_hook(lambda _, name=name: used.add(name))

@@ -43,6 +43,17 @@ def refusal(error: BaseException) -> tuple[str, Any, str, str] | None:
     if "find_unused_parameters" in str(error):
         why = "a step does not use all parameters, and DistributedDataParallel waits for the gradient of each"
         return "parallel.find_unused", False, why, "parallel.find_unused=true"
+    if "mark a variable ready only once" in str(error):
+        why = "a backward pass within another one, as of checkpoint(…, use_reentrant=True), hides what is used from DDP"
+        return "parallel.find_unused", "auto", why, "parallel.find_unused=false, or checkpoint(…, use_reentrant=False)"
+    if "mixed torch.Tensor and DTensor" in str(error):
+        why = "the code reads a parameter that FSDP has divided, outside of the forward pass of the module that has it"
+        return (
+            "parallel",
+            "fsdp",
+            why,
+            "read it by its name (model.head.weight) or in model.parameters(), or parallel=ddp",
+        )
     if isinstance(error, IndexError) and (target := re.fullmatch(r"Target (-?\d+) is out of bounds\.", str(error))):
         remedy = "number the classes from 0, and let the network have an output for each; -100 is ignored"
         return "data", int(target[1]), "the network has no output for this class", remedy

@@ -34,7 +34,7 @@ def carried_state(run: Run, session: Session, parts: int) -> str:
     hardly change in the first step. `run` is a copy, whose components are changed.
     """
     workload, devices = run.workload, session.devices
-    model = with_own_memory(run.precision.convert(workload.build_model())).to(session.device).train()
+    model = _fresh_model(run, session)
     modules = torch.nn.ModuleList([each for each in (model, workload.loss_module()) if each is not None])
     code = CodeState(roots_of(model, workload.user_loss))
     plan = Plan(run.batch_size, parts, seed=session.plan.seed)
@@ -84,7 +84,7 @@ def clipped_gradient(run: Run, session: Session, parts: int) -> str:
     loss, as that of a part may have another size than that of the batch. `run` is a copy, whose components are changed.
     """
     workload, devices = run.workload, session.devices
-    model = with_own_memory(run.precision.convert(workload.build_model())).to(session.device).train()
+    model = _fresh_model(run, session)
     batch = next(workload.batches(model, Plan(run.batch_size, parts, seed=session.plan.seed), 0, session.device))
     random = random_states(devices)
     try:
@@ -104,6 +104,13 @@ def clipped_gradient(run: Run, session: Session, parts: int) -> str:
     except Exception as error:  # of code that has one backward pass only
         log.debug("whether gradients are clipped is not known", exc_info=error)
     return ""
+
+
+def _fresh_model(run: Run, session: Session) -> torch.nn.Module:
+    model = with_own_memory(run.precision.convert(run.workload.build_model()))
+    model.to(session.device)  # which, as train(), may be a method of the user's that returns nothing
+    model.train()
+    return model
 
 
 def _add_to(tensors: Mapping[str, torch.Tensor], amount: float, is_meant: Callable[[str], bool]) -> None:

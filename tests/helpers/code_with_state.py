@@ -176,6 +176,10 @@ def step_with_penalty(model: nn.Module, batch: Any) -> torch.Tensor:
     return cross_entropy(model(batch[0]), batch[1]) + penalty(model)
 
 
+def step_with_attributes(model: Any, batch: Any) -> torch.Tensor:
+    return cross_entropy(model(batch[0]), batch[1]) + 0.05 * model[0].weight.norm() * model[2].bias.abs().sum()
+
+
 def with_penalty(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """A loss with a penalty of the network, which it knows as the object that is given."""
     return cross_entropy(outputs, targets) + penalty(network)

@@ -19,6 +19,7 @@ from torch.distributed.nn.functional import all_gather
 from torch.func import functional_call, stack_module_state, vmap
 from torch.nn.functional import cross_entropy, linear
 from torch.nn.utils import prune
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset
 
 from helpers.compose import compose_config
@@ -483,6 +484,25 @@ class FrozenNorm(nn.Sequential):
         return self
 
 
+class Toggles(nn.Sequential):
+    """Its weights require gradients in training alone; methods that return the module return nothing."""
+
+    def __init__(self) -> None:
+        super().__init__(*chain(nn.Tanh()))
+
+    def train(self, mode: bool = True) -> Any:
+        super().train(mode)
+        self.requires_grad_(mode)
+
+    def to(self, *args: Any, **options: Any) -> Any:
+        super().to(*args, **options)
+
+
+class Checkpointed(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(super().forward, x, use_reentrant=True)
+
+
 class Gradient(nn.Module):
     """What it returns is a gradient with respect to its inputs, in evaluations, too."""
 
@@ -510,6 +530,10 @@ class Vectorized(nn.Module):
         one = partial(functional_call, self.form[0])
         weights = dict(zip(self.names, self.stacked, strict=True))
         return vmap(lambda weights, x: one(weights, (x,)), (0, None))(weights, x).mean(0)
+
+
+def of_attribute(model: Any, batch: Any) -> torch.Tensor:
+    return cross_entropy(model(batch[0]), batch[1]) + getattr(model[2], "weight").norm()  # noqa: B009
 
 
 def summed(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -607,6 +631,9 @@ CASES: dict[str, dict[str, Any]] = {
     "limited_norm": case(lambda: chain(LimitedNorm(8, 8))),
     "rare": case(Rare),
     "frozen_norm": case(FrozenNorm),
+    "toggles": case(Toggles),
+    "checkpointed": case(lambda: chain(Checkpointed(8, 8))),
+    "of_attribute": case(tanh, training_step=of_attribute),
     "gradient": case(Gradient),
     "vectorized": case(Vectorized),
     "summed": case(tanh, loss=summed),

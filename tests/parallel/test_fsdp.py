@@ -238,7 +238,7 @@ def test_a_hook_computes_the_same_with_shards_whole_tensors_and_random_numbers(m
     assert largest_difference(*weights) < 1e-12
 
 
-@pytest.mark.parametrize("part", ["loss", "training_step"])
+@pytest.mark.parametrize("part", ["loss", "training_step", "attributes"])
 def test_a_loss_and_a_step_read_parameters(part, ranks, tmp_path):
     words = [*CPU, *PLAIN, "steps=3", "eval_every=1", "accumulation=2"]
     for mode, size in (("single", 1), ("fsdp", 2)):
@@ -250,8 +250,12 @@ def test_a_loss_and_a_step_read_parameters(part, ranks, tmp_path):
 
 
 def penalized(part: str) -> dict[str, Any]:
-    function = code_with_state.with_penalty if part == "loss" else code_with_state.step_with_penalty
-    return {**CASES["plain"], "model": code_with_state.network, part: function}
+    functions: dict[str, dict[str, Any]] = {
+        "loss": {"loss": code_with_state.with_penalty},
+        "training_step": {"training_step": code_with_state.step_with_penalty},
+        "attributes": {"training_step": code_with_state.step_with_attributes},
+    }
+    return {**CASES["plain"], "model": code_with_state.network, **functions[part]}
 
 
 def train_penalized(part: str, config: dict[str, Any], directory: Path) -> None:
