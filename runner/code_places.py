@@ -116,7 +116,8 @@ def _held_by(name: str, value: Any) -> list[Place]:
         keys = [key for key in vars(value) if not key.startswith("__")] if is_own else []
         return [Place(f"{name}.{key}", vars(value), key) for key in keys]
     if isinstance(value, type):
-        keys = [key for key in vars(value) if not key.startswith("__")] if _is_class_of_user(value) else []
+        may_change = _is_class_of_user(value) and type(value).__setattr__ is type.__setattr__  # not those of an Enum
+        keys = [key for key in vars(value) if not key.startswith("__")] if may_change else []
         return [Place(f"{name}.{key}", value, key) for key in keys]
     if isinstance(value, torch.nn.Module):
         has_extra_state = type(value).get_extra_state is not torch.nn.Module.get_extra_state  # which has all of it

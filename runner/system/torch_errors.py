@@ -54,6 +54,8 @@ def refusal(error: BaseException) -> tuple[str, Any, str, str] | None:
             why,
             "read it by its name (model.head.weight) or in model.parameters(), or parallel=ddp",
         )
+    if "fsdp::chunk_cat" in str(error):
+        return "parallel", "fsdp", "FSDP takes no sparse gradients", "parallel=ddp, or leave out Embedding(sparse=True)"
     if isinstance(error, IndexError) and (target := re.fullmatch(r"Target (-?\d+) is out of bounds\.", str(error))):
         remedy = "number the classes from 0, and let the network have an output for each; -100 is ignored"
         return "data", int(target[1]), "the network has no output for this class", remedy
@@ -84,9 +86,6 @@ def refusal(error: BaseException) -> tuple[str, Any, str, str] | None:
     if unsupported := re.search(r"(\w+)`? does not support (complex parameters|sparse gradients)", str(error)):
         why = f"it does not support {unsupported[2]}"
         return "optimizer", unsupported[1].strip("_"), why, "optimizer=sgd optimizer.fused=false takes them"
-    if "uninitialized parameter" in str(error):
-        remedy = "let the function that makes the network call it once: net(torch.zeros(1, …))"
-        return "model", "UninitializedParameter", "its lazy layers have no sizes yet", remedy
     return None
 
 

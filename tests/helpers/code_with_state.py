@@ -7,6 +7,7 @@ import itertools
 import random
 from collections import deque
 from collections.abc import Callable
+from enum import Enum
 from types import SimpleNamespace
 from typing import Any
 
@@ -45,11 +46,15 @@ def of_teacher(model: nn.Module, batch: Any) -> torch.Tensor:
     return cross_entropy(outputs, batch[1]) + (outputs - wanted).square().mean()
 
 
+class Rate(float, Enum):
+    PENALTY = 0.1
+
+
 def of_counter(model: nn.Module, batch: Any) -> torch.Tensor:
     """The weight of a penalty rises with the number of the call."""
     global calls
     outputs, calls = model(batch[0]), calls + 1
-    return cross_entropy(outputs, batch[1]) + 0.1 * calls * outputs.square().mean()
+    return cross_entropy(outputs, batch[1]) + Rate.PENALTY * calls * outputs.square().mean()
 
 
 def of_generator(model: nn.Module, batch: Any) -> torch.Tensor:

@@ -613,6 +613,8 @@ CASES: dict[str, dict[str, Any]] = {
     "hook_backward": case(partial(hooked, "backward")),
     "temperature": case(Temperature),
     "complex": case(Complex),
+    "sparse_gradient": case(lambda: nn.Sequential(nn.EmbeddingBag(20, 8, sparse=True), nn.Linear(8, 2)), indices()),
+    "lazy": case(lambda: nn.Sequential(nn.LazyLinear(8), nn.LazyBatchNorm1d(), nn.LazyLinear(2))),
     "sparse_parameter": case(SparseParameter),
     "orthogonal": case(orthogonal),
     "spectral_norm": case(spectral_norm),

@@ -67,6 +67,12 @@ PLANTED_MISTAKES: dict[str, tuple[str, list[str], str]] = {
     "a parameter without dimensions": ("temperature", ["parallel=fsdp"], "has no dimensions"),
     "parameters of several dtypes": ("complex", ["parallel=fsdp"], "have several dtypes"),
     "a sparse parameter": ("sparse_parameter", ["parallel=ddp"], "parameter graph is sparse"),
+    "a sparse gradient": (
+        "sparse_gradient",
+        ["parallel=fsdp", *PLAIN, "optimizer.fused=false"],
+        "FSDP takes no sparse gradients",
+    ),
+    "lazy layers": ("lazy", ["accumulation=2"], "its lazy layers have no sizes yet"),
     "a parameter of another block": ("of_attribute", ["parallel=fsdp"], "reads a parameter that FSDP has divided"),
     "a backward pass in another one": ("checkpointed", ["parallel=ddp"], "parallel.find_unused=false"),
     "gradients that a hook limits": ("limited", ["parallel=ddp"], "as of a hook that limits it"),
