@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch.nn.parameter import is_lazy
 
 from runner.config import user_code
 from runner.config.errors import ABSENT, check
@@ -56,7 +55,7 @@ def _checked(model: torch.nn.Module) -> torch.nn.Module:
     why = "torch.jit has compiled it, so that it takes no hooks"
     remedy = "return the module itself; compile=true compiles it"
     check(not isinstance(model, torch.jit.ScriptModule), "", type(model).__name__, why, remedy)
-    has_sizes = not any(map(is_lazy, [*torch.nn.Module.parameters(model), *model.buffers()]))
+    has_sizes = not any(map(torch.nn.parameter.is_lazy, [*torch.nn.Module.parameters(model), *model.buffers()]))
     remedy = "let the function that makes the network call it once: net(torch.zeros(1, …))"
     check(has_sizes, "", type(model).__name__, "its lazy layers have no sizes yet", remedy)
     if (plain := getattr(model, "_orig_mod", None)) is None:
