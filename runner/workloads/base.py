@@ -36,8 +36,10 @@ class Workload(ABC):
     """The evaluation metric that selects the best checkpoint, and whether its `min` or its `max` is best."""
 
     best_possible: ClassVar[Mapping[str, float]] = {}
-    other_metrics: ClassVar[str] = ""  # how `eval_metrics` gets others, after a list of them
     """The best value that an evaluation metric can have, of those that have one."""
+
+    other_metrics: ClassVar[str] = ""
+    """What a refusal adds to the list of evaluation metrics: how a run gets others."""
 
     not_in_passes: ClassVar[tuple[str, ...]] = ()
     """The options on which a pass through the network, forward and backward, does not depend."""
