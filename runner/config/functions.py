@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from runner.config.errors import ConfigError, check, shown
+from runner.config.errors import ConfigError, check, described, shown
 
 _TARGETS = re.compile(r"y|(y_)?(true|targets?|labels?|truth|ground_truth|gt|actual)")
 _OUTPUTS = re.compile(r"(y_)?(pred\w*|scores?|prob\w*|hat|outputs?|logits|inputs?)")
@@ -44,6 +45,18 @@ def check_function(key: str, function: Any, arguments: Sequence[str], body: str 
         why = f"it is no function of ({', '.join(arguments)}){place(function)}"
         remedy = f"def {key.rpartition('.')[2]}({', '.join(arguments)}): {body}"
         raise ConfigError(key, name_of(function), why, remedy) from None
+
+
+def own_copy(key: str, value: Any, remedy: str, copy: Callable[[Any], Any] = copy.deepcopy) -> Any:
+    """Return a copy of an object of the user, which the run may change.
+
+    Raises:
+        ConfigError: with `key` and `remedy`, if it cannot be copied.
+    """
+    try:
+        return copy(value)
+    except Exception as error:  # of any type: it holds a file or a lock, for example
+        raise ConfigError(key, name_of(value), f"it cannot be copied: {described(error)}", remedy) from error
 
 
 def check_order(key: str, function: Any) -> None:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from runner.config import user_code
+from runner.config import functions, user_code
 from runner.config.errors import ABSENT, check
 from runner.model.base import Model, copied_module
 from runner.system.fake_tensors import build_with_values
@@ -34,7 +34,8 @@ class UserModel(Model):
         given, sizes = user_code.find("model"), {"shape": shape, "num_classes": num_classes}
         check(given is not None, "", ABSENT, "no network is given", "model=FILE.py:NAME, or define model in the file")
         if isinstance(given, torch.nn.Module):
-            return _checked(copied_module(given).cpu())
+            remedy = "pass a function that makes it: lambda: Net(…); or define __deepcopy__"
+            return _checked(functions.own_copy("", given, remedy, copied_module).cpu())
         check(callable(given), "", given, "it is neither a module nor a class or function that makes one", "pass one")
         with user_code.errors_of("model"), seeded(torch.initial_seed()):
             free = required(given)

@@ -68,7 +68,8 @@ class UserWorkload(UserCodeWorkload, CrossEntropyWorkload[Samples]):
         why = "targets of training samples are integers or booleans, and those of held-out ones floating-point numbers"
         same = "encode the targets of both in the same way"
         check(given is not None or not (self._of_classes and others), "data", ABSENT, why, same)
-        self._loss: Any = copy.deepcopy(given) or (_cross_entropy if self._of_classes else _mean_squared_error)
+        own = functions.own_copy("loss", given, "pass a function of (outputs, targets) that calls it")
+        self._loss: Any = own or (_cross_entropy if self._of_classes else _mean_squared_error)
         check(callable(self._loss), "loss", given, "it is no function of (outputs, targets)", "pass a function")
         functions.check_order("loss", self._loss)
         if isinstance(given, torch.nn.Module):

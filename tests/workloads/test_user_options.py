@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -108,6 +109,16 @@ def test_named_metrics_of_targets_for_each_position_and_of_numbers():
 
 NUMBERS = ((X, X[:, :1]), (X_HELD_OUT, X_HELD_OUT[:, :1]))
 ONE = {"model": lambda: nn.Linear(5, 1), "data": NUMBERS}
+
+
+class Locked(nn.Linear):
+    """It cannot be copied."""
+
+    def __init__(self, num_inputs: int, num_outputs: int):
+        super().__init__(num_inputs, num_outputs)
+        self.lock = threading.Lock()
+
+
 PROBABILITIES = {"model": lambda: nn.Sequential(nn.Linear(5, 3), nn.Softmax(1)), "data": TENSORS}
 
 
@@ -127,6 +138,8 @@ PROBABILITIES = {"model": lambda: nn.Sequential(nn.Linear(5, 3), nn.Softmax(1)),
     (["workload.metrics=[f1]"], {"metrics": {"f1": print}}, "workload.metrics", "leave one"),
     (["workload.metrics=[auroc]"], PROBABILITIES, "workload.metrics", "return logits"),
     (["workload.best_metric=mine"], {"metrics": {"mine": lambda o, t: 1.0}}, "workload.best_goal", "best_goal=max"),
+    (["seed=1"], {"model": Locked(5, 3)}, "model", "lambda: Net"),
+    (["seed=2"], {"loss": Locked(1, 1)}, "loss", "that calls it"),
     (["stop.metric=eval/mine", "stop.target=1"], {"metrics": {"mine": print}}, "stop.metric", "best_metric=NAME"),
     ids=lambda value: value[0] if isinstance(value, list) else None,
 )
