@@ -13,7 +13,8 @@ from runner.config.errors import ConfigError, check, did_you_mean
 from runner.config.schema import load_class
 from runner.result import MEASURED
 
-_LOWER_IS_BETTER = re.compile(r"loss|err|mae|mse|perplexity|seconds|time|memory", re.IGNORECASE)
+_LOWER_IS_BETTER = re.compile(r"loss|err|mae|mse|perplexity|bits|disagreement|seconds|time|memory", re.IGNORECASE)
+_HIGHER_IS_BETTER = re.compile(r"acc|score|return|reward|r2|f1|auc|precision|recall", re.IGNORECASE)
 
 
 def chosen_metrics(
@@ -33,7 +34,10 @@ def chosen_metrics(
         typed, why = goal.split(","), f"it must be min or max for each of {', '.join(tags)}"
         check(len(typed) == len(tags) and {*typed} <= {"min", "max"}, "--goal", goal, why, "--goal max,min for two")
         goals = dict(zip(tags, typed, strict=True))
-    return {tag: goals.get(tag) or direction(tag, runs) for tag in tags}, "\n".join(meant)
+    directions = {tag: goals.get(tag) or direction(tag, runs) for tag in tags}
+    text = "Whether a high {} is good is not known, and a high one is taken for better: --goal min"
+    meant += [one_line(text.format(tag)) for tag, is_best in directions.items() if tag and is_best is None]
+    return {tag: is_best or "max" for tag, is_best in directions.items()}, "\n".join(meant)
 
 
 def _matching_metrics(runs: list[MeasuredRun], name: str | None) -> list[str]:
@@ -51,11 +55,11 @@ def _matching_metrics(runs: list[MeasuredRun], name: str | None) -> list[str]:
     raise ConfigError("--metric", name, "no run that is done has a finite value of it;", did_you_mean(name, tags))
 
 
-def direction(metric: str, runs: Iterable[MeasuredRun]) -> str:
-    """Return `max` if larger values of the metric with this TensorBoard tag are better, otherwise `min`.
+def direction(metric: str, runs: Iterable[MeasuredRun]) -> str | None:
+    """Return `max` or `min` if larger or smaller values of the metric with this TensorBoard tag are better, or None.
 
     A run that selects its best checkpoint by `metric` tells it: by a best value that differs from the last one, or by
-    the class of its workload. Otherwise, the name of the metric does.
+    the class of its workload. Otherwise, the name of the metric may.
     """
     if metric in MEASURED:
         return MEASURED[metric]
@@ -70,4 +74,10 @@ def direction(metric: str, runs: Iterable[MeasuredRun]) -> str:
         name, best_is = load_class(options["_target_"], Workload).best_for(options)
         if metric == f"eval/{name}":
             return best_is
-    return "min" if _LOWER_IS_BETTER.search(metric.rpartition("/")[2]) else "max"
+    from runner.workloads.named_metrics import OF_CLASSES_OR_NUMBERS  # imports torch
+
+    name = metric.rpartition("/")[2]
+    if name in OF_CLASSES_OR_NUMBERS:
+        return OF_CLASSES_OR_NUMBERS[name].goal
+    is_known = _HIGHER_IS_BETTER.search(name)
+    return "min" if _LOWER_IS_BETTER.search(name) else "max" if is_known else None

@@ -182,7 +182,11 @@ def test_metric_direction_is_inferred_from_results_workload_or_name(tmp_path):
     assert of("b", 2.0, 1.0, "eval/mystery") == "max"
     assert of("c", 1.0, 1.0, "eval/accuracy") == "max"
     assert of("d", 1.0, 1.0, "eval/error_rate") == "min"
-    assert direction("eval/loss", []) == "min"
+    names = {"eval/loss": "min", "eval/mape": "min", "eval/bits_per_byte": "min", "eval/mcc": "max", "eval/fid": None}
+    assert {name: direction(name, []) for name in names} == names
+    write_run_directory(tmp_path / "e", **evaluation_entries(1.0, 1.0, metrics={"eval/fid": 1.0}))
+    fid, typed = Comparison([tmp_path / "e"], "eval/fid"), Comparison([tmp_path / "e"], "eval/fid", goal="min")
+    assert (fid.direction, typed.direction, "--goal min" in fid.meant, typed.meant) == ("max", "min", True, "")
 
 
 def test_the_steps_that_were_typed_and_those_that_were_done_are_two_columns(tmp_path, capsys):
