@@ -15,7 +15,7 @@ from runner.config.limits import PositiveInt, Range
 from runner.storage.value_checks import check_like
 from runner.system import accelerator
 from runner.system.torch_private import found_inf_flags
-from runner.system.trees import map_tensors
+from runner.system.trees import doubled
 
 log = logging.getLogger(__name__)
 
@@ -132,6 +132,9 @@ class Double(Precision):
     def convert(self, model: torch.nn.Module) -> torch.nn.Module:
         # Data sets may yield float32 inputs; a hook of the model converts them in all parallel modes.
         model.register_forward_pre_hook(_inputs_to_double, with_kwargs=True)
+        for each in (*model.parameters(), *model.buffers()):
+            if each.is_complex():  # which `double` leaves out
+                each.data = each.data.to(torch.complex128)
         return model.double()
 
 
@@ -261,7 +264,7 @@ def _allow_tf32(allowed: bool) -> None:
 
 
 def _inputs_to_double(_: torch.nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    return map_tensors(lambda each: each.double() if each.is_floating_point() else each, (inputs, options))
+    return doubled((inputs, options))
 
 
 def _record_event(device: torch.device) -> torch.Event:

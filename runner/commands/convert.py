@@ -41,7 +41,7 @@ from runner.storage.manifest import MANIFEST
 from runner.storage.state_dict import header, renamed, with_versions
 from runner.system.console import DONE
 from runner.system.import_path import is_installed
-from runner.system.trees import Tree, call, map_tensors, num_rows, tensors_of
+from runner.system.trees import Tree, call, doubled, map_tensors, num_rows, tensors_of
 from runner.tracking.log_file import quiet
 from runner.workloads.samples import SampleWorkload
 
@@ -166,7 +166,7 @@ def _export_program(run: SavedRun, step: int, path: Path, overrides: Sequence[st
         remedy += "; with onnxruntime (pip install), that computes the outputs, not ONNX's reference evaluator"
     model = run.model(step, overrides)
     if isinstance(saved.precision, Double):
-        batches = map_tensors(lambda each: each.double() if each.is_floating_point() else each, batches)
+        batches = doubled(batches)
     part = path.with_name(f".{os.getpid()}.part{path.suffix}")
     try:
         with torch.no_grad(), _quiet():

@@ -228,6 +228,8 @@ def find(part: str) -> Any:
         public = [key for key, value in vars(module).items() if key[:1] != "_" and not isinstance(value, ModuleType)]
         why = f"{shown(file.path)} defines no {name};"
         raise ConfigError(part, file.typed, why, did_you_mean(name, public, f"{part}={shown(file.path)}:"))
+    if part not in PARTS:
+        module.__dict__.setdefault("__named__", set()).add(name)
     return getattr(module, name, None)
 
 
@@ -245,6 +247,7 @@ def check_unused(groups: Iterable[str], parts: Collection[str]) -> None:
     taken = [name for name in parts if find(name) is not None]
     if (file := _given.files.get("workload")) is not None:
         values = vars(executed(file.path))
+        values = {name: value for name, value in values.items() if name not in values.get("__named__", ())}
         given = {*values, *_given.objects, *_given.files, *(set(_GROUPS) - set(groups))}
         missing = [part for part in PARTS if part not in given and (part not in others or part in STEPS)]
         check_names(file.path, values["__source__"], values, missing, dict.fromkeys(others, ", ".join(taken)))

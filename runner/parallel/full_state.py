@@ -69,6 +69,11 @@ def load(
             model has been changed already.
     """
     load_module(model, tensors, "the model")
+    for name, parameter in model.named_parameters():
+        if (saved := tensors[name].dtype) != parameter.dtype:  # in another precision, so is what is in that of a weight
+            for key, value in optimizer_state.get(name, {}).items():
+                is_like = key != "step" and isinstance(value, torch.Tensor) and value.dtype == saved
+                optimizer_state[name][key] = value.to(parameter.dtype) if is_like else value
     load_optimizer(model, optimizer, optimizer_state)
 
 

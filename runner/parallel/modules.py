@@ -28,6 +28,7 @@ from runner.parallel.buffers import average, buffers_kept, named_buffers
 from runner.parallel.collectives import bytes_of
 from runner.parallel.session import Session
 from runner.storage.value_checks import UnexpectedContentError
+from runner.system.trees import is_double
 
 log = logging.getLogger(__name__)
 
@@ -59,8 +60,8 @@ class Modules:
         """The modules; the loss is on the device and in the format of the model."""
         if (loss := self._session.workload.loss_module()) is None:
             return [self._model]
-        is_double = any(each.dtype in (torch.float64, torch.complex128) for each in self._model.parameters())
-        return [self._model, loss.to(self._session.device, torch.float64 if is_double else torch.float32)]
+        dtype = torch.float64 if is_double(self._model) else torch.float32
+        return [self._model, loss.to(self._session.device, dtype)]
 
     def check_names(self, is_late: bool = False) -> None:
         """Refuse parameters and buffers that training makes or removes, except a buffer that begins as None.

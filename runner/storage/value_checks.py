@@ -16,8 +16,8 @@ COUNT = range(10**15 + 1)
 _BEYOND = 2**256
 """No saved integer has this absolute value; the states of random number generators have 128 bits."""
 
-_INTERCHANGEABLE = {"torch.float32", "torch.float64"}
-"""The dtypes of parameters: a run that saved one of these dtypes may be resumed with the other."""
+_INTERCHANGEABLE = {"torch.float32", "torch.float64"}, {"torch.complex64", "torch.complex128"}
+"""The dtypes of parameters: a run that saved one of a pair may be resumed with the other."""
 
 
 class UnexpectedContentError(RuntimeError):
@@ -109,7 +109,8 @@ def _check_tensor(value: Any, spec: TensorSpec, where: str, like: torch.Tensor |
     import torch
 
     _require(type(value) is torch.Tensor, where, type(value).__name__, "Tensor")
-    fits = value.dtype == spec.dtype or {str(value.dtype), str(spec.dtype)} <= _INTERCHANGEABLE
+    dtypes = {str(value.dtype), str(spec.dtype)}
+    fits = len(dtypes) == 1 or any(dtypes <= pair for pair in _INTERCHANGEABLE)
     fits = fits and value.dim() == len(spec.shape)
     fits = fits and all(size in (length, None) for length, size in zip(value.shape, spec.shape, strict=True))
     _require(fits, where, f"{value.dtype} {reprlib.repr(list(value.shape))}", f"{spec.dtype} {list(spec.shape)}")

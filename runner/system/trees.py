@@ -94,6 +94,20 @@ def map_tensors(function: Callable[[torch.Tensor], Any], tree: Tree) -> Tree:
     return map_leaves(lambda leaf: function(leaf) if isinstance(leaf, torch.Tensor) else leaf, tree)
 
 
+def doubled(tree: Tree) -> Tree:
+    """Return a tree with its floating-point numbers in float64, and its complex ones in complex128."""
+
+    def wide(each: torch.Tensor) -> torch.Tensor:
+        return each.double() if each.is_floating_point() else each.to(torch.complex128) if each.is_complex() else each
+
+    return map_tensors(wide, tree)
+
+
+def is_double(model: torch.nn.Module) -> bool:
+    """Return whether a network computes in float64."""
+    return any(each.dtype in (torch.float64, torch.complex128) for each in model.parameters())
+
+
 def tensors_of(tree: Tree) -> list[torch.Tensor]:
     """Return the tensors among the leaves of a tree."""
     return [leaf for _, leaf in leaves_of(tree) if isinstance(leaf, torch.Tensor)]

@@ -21,7 +21,7 @@ from runner.data.base import IGNORED, Batch, CollatedBatch, LabeledSamples, Samp
 from runner.data.memory import ArraySamples
 from runner.model.user import UserModel
 from runner.storage.signature import OUTPUTS
-from runner.system.trees import Tree, call, map_tensors, num_rows, rows_of, tensors_of
+from runner.system.trees import Tree, call, is_double, map_tensors, num_rows, rows_of, tensors_of
 from runner.tracking.metrics import BatchSums, MetricSums
 from runner.workloads.cross_entropy import CrossEntropyWorkload
 from runner.workloads.evaluation_metrics import EvaluationMetrics
@@ -215,7 +215,7 @@ class UserWorkload(UserCodeWorkload, CrossEntropyWorkload[Samples]):
 
     def batches(self, model: torch.nn.Module, plan: Plan, after_step: int, device: torch.device) -> Iterator[Batch]:
         if isinstance(self._loss, torch.nn.Module):  # it may have class weights, for example
-            self._loss.to(device, next((each.dtype for each in model.parameters()), torch.float32))
+            self._loss.to(device, torch.float64 if is_double(model) else torch.float32)
         return super().batches(model, plan, after_step, device)
 
     @contextmanager
@@ -246,7 +246,7 @@ class UserWorkload(UserCodeWorkload, CrossEntropyWorkload[Samples]):
         for batch in self.held_out.in_order(self.eval_batch_size, shard, device):
             outputs, targets = comparable(infer(batch.inputs), batch.targets)
             if isinstance(self._loss, torch.nn.Module):
-                self._loss.to(outputs if isinstance(outputs, torch.Tensor) else device)
+                self._loss.to(device)
             count = num_samples_of(batch)
             found = self._evaluated(copied((outputs, targets)), count)
             if not self._mean_is_checked and not found.has_own_count:

@@ -16,7 +16,7 @@ from runner.config.errors import ABSENT, ConfigError, check, described, did_you_
 from runner.config.name_patterns import matching, names_to_match
 from runner.data.base import Collated, DataError, Samples
 from runner.system.torch_errors import is_lost_peer, is_out_of_memory
-from runner.system.trees import Tree, map_tensors, num_rows
+from runner.system.trees import Tree, doubled, is_double, num_rows
 from runner.tracking.metrics import BatchSums, MetricSums
 from runner.workloads.losses import Losses, LossForm, added, losses_of, means_of
 from runner.workloads.phases import Phase
@@ -170,8 +170,7 @@ def _given(batch: Any) -> Any:
 
 def _as_trained(model: torch.nn.Module, given: Any) -> Any:
     """Return samples in float64 if the network is, as with precision=64."""
-    is_double = next((each.dtype for each in model.parameters()), None) == torch.float64
-    return map_tensors(lambda each: each.double() if each.is_floating_point() else each, given) if is_double else given
+    return doubled(given) if is_double(model) else given
 
 
 def _gradients(model: torch.nn.Module) -> list[tuple[int, int]]:

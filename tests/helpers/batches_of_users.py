@@ -219,13 +219,20 @@ def waves() -> tuple[torch.Tensor, torch.Tensor]:
     return inputs, (inputs * (1 + 2j)).sum(1, keepdim=True)
 
 
-def distance(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return (outputs - targets).abs().square().mean()
+class Distance(nn.Module):
+    """A loss whose buffer stays real, whatever the weights of the network are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("weight", torch.ones(1))
+
+    def forward(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return (self.weight * (outputs - targets).abs().square()).mean()
 
 
 NUMBERS: dict[str, dict[str, Any]] = {
     "times": {"model": Times, "samples": times, "loss": cross_entropy},
     "tenths": {"model": partial(nn.Linear, 3, 2), "samples": tenths, "loss": cross_entropy},
-    "waves": {"model": OfComplex, "samples": waves, "loss": distance},
+    "waves": {"model": OfComplex, "samples": waves, "loss": Distance()},
 }
 """Networks for numbers that are no float32, with functions that make their samples."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -17,6 +18,8 @@ from torch.utils.data import default_collate
 import runner
 from runner.config import user_code
 from runner.seeds import derive
+from runner.storage import checkpoint as stored
+from runner.storage.run_directory import step_name
 from runner.system.trees import call, map_tensors
 
 STEPS, BATCH = 4, 12
@@ -25,7 +28,8 @@ OPTIONS = [*CPU, *PLAIN, f"steps={STEPS}", f"eval_every={STEPS}", "workload.eval
 
 
 def doubled(tree: Any) -> Any:
-    return map_tensors(lambda each: each.double() if each.is_floating_point() else each, tree)
+    wide = {torch.float32: torch.float64, torch.complex64: torch.complex128}
+    return map_tensors(lambda each: each.to(wide.get(each.dtype, each.dtype)), tree)
 
 
 def loss_of(case: dict[str, Any], model: nn.Module, samples: list[Any]) -> Any:
@@ -107,7 +111,7 @@ FORMS = {"arrays": tuple, "samples": lambda samples: [*zip(*samples, strict=True
     ("name", "form", "mode"),
     [
         *((n, f, mode) for n in ("times", "waves") for f in FORMS for mode in ("accumulation=2", "parallel=ddp")),
-        *((n, f, "precision=64") for n in ("times", "tenths") for f in FORMS),
+        *((n, f, "precision=64") for n in ("times", "tenths", "waves") for f in FORMS),
     ],
 )
 def test_numbers_that_are_no_float32_are_those_of_a_plain_loop(name, form, mode, ranks, tmp_path):
@@ -122,22 +126,26 @@ def test_numbers_that_are_no_float32_are_those_of_a_plain_loop(name, form, mode,
     assert not isinstance(result, str), result
     torch.manual_seed(derive(0, "weights"))
     model: nn.Module = case["model"]()
-    is_double = mode == "precision=64"
-    model = model.double() if is_double else model
+    beginning = copy.deepcopy(model.state_dict())
+    is_double, loss = mode == "precision=64", copy.deepcopy(case["loss"])
+    if is_double:
+        model = nn.Linear(3, 1, dtype=torch.complex128) if name == "waves" else model.double()
+        model.load_state_dict(beginning)
+        inputs, loss = doubled(inputs), loss.double() if isinstance(loss, nn.Module) else loss
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     order = torch.randperm(48, generator=torch.Generator().manual_seed(derive(0, "order", 0)))
     order = torch.arange(48) if form == "stream" else order
     for rows in order.split(BATCH):
         optimizer.zero_grad()
-        case["loss"](model(inputs[rows]), targets[rows]).backward()
+        loss(model(inputs[rows]), targets[rows]).backward()
         optimizer.step()
     got, wanted = (
         map_tensors(lambda each: torch.view_as_real(each) if each.is_complex() else each, dict(weights))
-        for weights in (weights_at(tmp_path, STEPS), model.state_dict())
+        for weights in (stored.load(tmp_path / "checkpoints" / step_name(STEPS)).tensors, model.state_dict())
     )
     assert largest_difference(got, wanted) < (1e-13 if is_double else 1e-6)
     with torch.no_grad():
-        assert result.metrics["eval/loss"] == pytest.approx(float(case["loss"](model(inputs), targets)), rel=1e-5)
+        assert result.metrics["eval/loss"] == pytest.approx(float(loss(model(inputs), targets)), rel=1e-5)
 
 
 class Texts(nn.Module):
