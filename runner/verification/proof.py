@@ -36,7 +36,7 @@ from runner.parallel.session import Session
 from runner.precision import Double, Precision
 from runner.run import Run
 from runner.schedule import Schedule
-from runner.seeds import random_states, set_random_states
+from runner.seeds import derive, random_states, seed_all, set_random_states
 from runner.system import torch_errors
 from runner.system.lazy_import import nothing_frozen
 from runner.system.memory import too_little_memory_raises
@@ -67,7 +67,7 @@ _SWITCHES: tuple[Callable[[torch.nn.Module], object], ...] = (
     lambda model: [module.eval() for module in model.modules() if isinstance(module, _DropoutNd)],
     lambda model: model.eval(),
 )
-"""What is done to a network until it draws no random numbers, which processes and micro-batches draw differently."""
+"""What is done to a network until no random numbers matter, which processes and micro-batches draw differently."""
 
 
 @dataclass
@@ -183,7 +183,7 @@ class _Proof:
                 steps = self._reference(fine)
                 if steps.diverged:
                     return self._switch, f"{steps.diverged} on a single device, too", ""
-                if not steps.draws:
+                if not steps.draws or self._is_same_with_others(fine, steps):
                     break
                 self._references.clear()
             else:
@@ -226,13 +226,28 @@ class _Proof:
         parts = parts or self._parts
         key = type(precision), parts
         if key not in self._references:
-            run = self._copied(precision, Parallel(), accumulation=Accumulation(parts), compile=False)
-            plan = Plan(run.batch_size, parts, seed=self._session.plan.seed)
-            process = Collectives(self._session.devices[:1])
-            session = Session(process, plan, run.workload, run.precision, num_steps=1)
-            with too_little_memory_raises(session.device):
-                self._references[key] = self._recorded(replace(run, channels_last=False), session)
+            self._references[key] = self._alone(precision, parts, _SWITCHES[self._switch])
         return self._references[key]
+
+    def _alone(self, precision: Precision, parts: int, change: Callable[[torch.nn.Module], object]) -> Steps:
+        run = self._copied(precision, Parallel(), accumulation=Accumulation(parts), compile=False)
+        plan = Plan(run.batch_size, parts, seed=self._session.plan.seed)
+        process = Collectives(self._session.devices[:1])
+        session = Session(process, plan, run.workload, run.precision, num_steps=1)
+        with too_little_memory_raises(session.device):
+            return self._recorded(replace(run, channels_last=False), session, change)
+
+    def _is_same_with_others(self, precision: Precision, steps: Steps) -> bool:
+        """Return whether a single device computes `steps` with other random numbers, as of a choice among one size."""
+
+        def change(model: torch.nn.Module) -> None:
+            _SWITCHES[self._switch](model)
+            seed_all(derive(self._session.plan.seed, "proof"))
+
+        others = self._alone(precision, self._parts, change)
+        return not others.diverged and all(
+            self._largest(others, steps, kind).size <= FLOAT32_ROUNDING for kind in _KINDS
+        )
 
     def _has_float64(self) -> bool:
         try:
@@ -321,7 +336,7 @@ class _Proof:
         run = self._copied(precision, copy.copy(self._run.parallel))
         session = replace(self._session, workload=run.workload, precision=run.precision, num_steps=1)
         try:
-            self._tested[type(precision)] = self._recorded(run, session)
+            self._tested[type(precision)] = self._recorded(run, session, _SWITCHES[self._switch])
         except ConfigError:
             raise
         except Exception as error:
@@ -341,10 +356,10 @@ class _Proof:
         copied.config = self._run.config
         return copied
 
-    def _recorded(self, run: Run, session: Session) -> Steps:
+    def _recorded(self, run: Run, session: Session, change: Callable[[torch.nn.Module], object]) -> Steps:
         try:
             with torch_refusals(run), code_state.before(run).unchanged():
-                steps = record(run, session, self._scratch, _SWITCHES[self._switch])
+                steps = record(run, session, self._scratch, change)
         except DivergedError as error:
             return Steps(diverged=str(error))
         weights = steps.tensors["weights"]  # all the others are as they were

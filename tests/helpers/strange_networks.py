@@ -503,6 +503,20 @@ class Checkpointed(nn.Linear):
         return checkpoint(super().forward, x, use_reentrant=True)
 
 
+class Detector(nn.Linear):
+    """As in torchvision: it draws, among one size, in training, and returns something else in evaluations."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 2)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return super().forward(x + torch.randint(1, (1,))) if self.training else [*super().forward(x)]
+
+
+def of_boxes(model: nn.Module, batch: Any) -> torch.Tensor:
+    return of_first_class(model(batch[0]), batch[1])
+
+
 class Gradient(nn.Module):
     """What it returns is a gradient with respect to its inputs, in evaluations, too."""
 
@@ -636,6 +650,9 @@ CASES: dict[str, dict[str, Any]] = {
     "toggles": case(Toggles),
     "checkpointed": case(lambda: chain(Checkpointed(8, 8))),
     "of_attribute": case(tanh, training_step=of_attribute),
+    "detector": case(
+        Detector, training_step=of_boxes, evaluation_step=lambda model, batch: sum(model(batch[0])).mean()
+    ),
     "gradient": case(Gradient),
     "vectorized": case(Vectorized),
     "summed": case(tanh, loss=summed),

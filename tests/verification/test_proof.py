@@ -82,6 +82,7 @@ PLANTED_MISTAKES: dict[str, tuple[str, list[str], str]] = {
     # in losses and data
     "a sum": ("summed", ["accumulation=2"], 'loss.reduction = "sum"'),
     "a mean over some samples": ("of_first_class", ["parallel=ddp", "accumulation=2"], "depends on how it is divided"),
+    "a mean over boxes": ("detector", ["parallel=ddp", "accumulation=2"], "depends on how it is divided"),
     "a small part of the loss": ("off", ["accumulation=2"], "depends on how it is divided"),
     "samples of the process": ("of_process", ["parallel=ddp"], "other samples"),
     "samples of the past": ("counts", ["accumulation=2"], "other samples"),
