@@ -68,7 +68,7 @@ def refusal(error: BaseException) -> tuple[str, Any, str, str] | None:
     if found := re.search(rf"(?:mat1 and mat2 must have the same dtype|Input type).*?{integer}", str(error)):
         remedy = "convert inputs that are no indices: inputs.float(), of images divided by 255"
         return "data", found[1], "a layer with floating-point weights cannot be called with integers", remedy
-    types = r"(?:mat1 and mat2 must have the same dtype, but got|Input type|expected scalar type) (.*)"
+    types = r"(?:m(?:at)?1 and m(?:at)?2 .*same dtype, but got:?|Input type|expected scalar type) (.*)"
     if (found := re.search(types, str(error))) and re.search("(?i)double|half|bfloat16", found[1]):
         remedy = "let all be float32, or float64 with precision=64, or convert in forward: x.to(self.weight.dtype)"
         return "model", found[1], "a layer's weights have another type than its inputs", remedy

@@ -214,6 +214,25 @@ def test_verify_finds_a_hook_that_changes_weights_or_gradients():
         assert ("dropout" in str(found)) is is_excused, str(found)
 
 
+class InFloat32(Net):
+    """It multiplies by a matrix that is no buffer, and stays float32, as those of quantization do."""
+
+    def __init__(self):
+        super().__init__()
+        self.matrix = torch.eye(5)
+
+    def forward(self, x):
+        return super().forward(x @ self.matrix)
+
+
+def test_a_network_that_takes_no_float64_is_compared_as_configured(capfd):
+    verdict = runner.verify(["accumulation=2", *CPU], model=InFloat32, data=TENSORS).verdict
+    assert verdict in (0, 3)
+    assert "not compared in float64: " in capfd.readouterr().err
+    with pytest.raises(runner.ConfigError):
+        runner.verify(["accumulation=2", "precision=64", *CPU], model=InFloat32, data=TENSORS)
+
+
 def test_verify_explains_a_loss_that_is_no_mean_over_the_samples():
     x, y = TENSORS[0].tensors
     valid = (x, y.where(torch.arange(len(y)) % 12 < 4, -100))  # of a batch in order, other counts in its two halves
