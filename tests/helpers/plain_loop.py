@@ -219,7 +219,9 @@ def plain_evaluation(run: Run, weights: dict[str, torch.Tensor]) -> tuple[float,
 
 
 def weights_at(directory: Path, step: int) -> dict[str, torch.Tensor]:
-    return safetensors.torch.load_file(directory / "checkpoints" / f"step_{step:08d}" / "model.safetensors")
+    checkpoint = directory / "checkpoints" / f"step_{step:08d}"
+    beside = torch.load(checkpoint / "state.pt", weights_only=True).get("model.safetensors", {})  # as of complex128
+    return safetensors.torch.load_file(checkpoint / "model.safetensors") | beside
 
 
 def largest_difference(got: dict[str, Any], wanted: dict[str, Any]) -> float:

@@ -195,6 +195,7 @@ def test_a_pipeline_evaluates_batches_of_other_shapes_than_it_trains(mode, ranks
     assert result.metrics["eval/loss"] == pytest.approx(loss, rel=1e-6)
 
 
+@pytest.mark.skipif(torch.__version__ < "2.14", reason="torch refuses them before the runner can, in words of its own")
 def test_a_pipeline_of_processes_refuses_to_train_batches_of_several_shapes(tmp_path):
     samples = [(text[: 2 + number % 5], target) for number, (text, target) in enumerate(texts()[0])]
     mode = ["parallel=pipeline", "parallel.cuts=[linear]", "batch_size=2", f"output_root={tmp_path}"]

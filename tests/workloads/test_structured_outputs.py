@@ -58,6 +58,8 @@ def test_verify_compares_outputs_of_any_structure(network):
     ids=lambda value: "-".join(value) or "single" if isinstance(value, list) else value.__name__,
 )
 def test_loss_and_metrics_get_what_the_network_returned(network, mode):
+    if torch.__version__ < "2.14" and mode == ["parallel=fsdp"]:
+        pytest.skip("before torch 2.14, the proof finds and refuses other gradients of such outputs under FSDP")
     result = train(mode, network, loss=structured.loss, metrics=METRICS)
     prefix = "eval/member_0/" if "parallel=ensemble" in mode else "eval/"
     found = {name: result.evaluation[prefix + name] for name in ("loss", *METRICS)}
