@@ -14,7 +14,7 @@ from runner.config.schema import load_class
 from runner.result import MEASURED
 
 _LOWER_IS_BETTER = re.compile(r"loss|err|mae|mse|perplexity|bits|disagreement|seconds|time|memory", re.IGNORECASE)
-_HIGHER_IS_BETTER = re.compile(r"acc|score|return|reward|r2|f1|auc|precision|recall", re.IGNORECASE)
+_HIGHER_IS_BETTER = re.compile(r"acc|return|reward|r2|f1|auc|precision|recall", re.IGNORECASE)
 
 
 def chosen_metrics(
