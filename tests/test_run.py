@@ -58,6 +58,7 @@ def endless(epoch: float | None) -> Any:
         steps_per_epoch=lambda batch_size: epoch,
         selection=("loss", "min"),
         best_possible={},
+        other_metrics="",
         eval_metrics=lambda: {"loss": "min"},
     )
 

@@ -70,7 +70,8 @@ def load(
     """
     load_module(model, tensors, "the model")
     for name, parameter in model.named_parameters():
-        if (saved := tensors[name].dtype) != parameter.dtype:  # in another precision, so is what is in that of a weight
+        saved = tensors.get(name, parameter).dtype
+        if saved != parameter.dtype:  # in another precision, so is what the optimizer keeps in that of a weight
             for key, value in optimizer_state.get(name, {}).items():
                 is_like = key != "step" and isinstance(value, torch.Tensor) and value.dtype == saved
                 optimizer_state[name][key] = value.to(parameter.dtype) if is_like else value
