@@ -138,7 +138,7 @@ def verify(overrides: Sequence[str], steps: int = 3, *, config_dir: str | None =
         without_hooks = replace(given, objects={**given.objects, **dict.fromkeys(user_code.Hooks._fields)})
         with user_code.using(without_hooks):
             theirs = first_steps(reference)
-    pairs = [Pair(*each) for each in zip(ours, theirs, strict=False)]
+    pairs = [Pair(*each) for each in zip(ours, theirs, strict=False)]  # float64 may be left out of one
     configured, exact = (None, pairs[0]) if isinstance(precision, Double) else (*pairs, None)[:2]
     outcome = compare(configured, exact, precision)
     hints = [f"Only the config calls {', '.join(called)}: does it change weights or gradients?"] * bool(called)

@@ -47,14 +47,14 @@ def check_function(key: str, function: Any, arguments: Sequence[str], body: str 
         raise ConfigError(key, name_of(function), why, remedy) from None
 
 
-def own_copy(key: str, value: Any, remedy: str, copy: Callable[[Any], Any] = copy.deepcopy) -> Any:
+def own_copy(key: str, value: Any, remedy: str, make: Callable[[Any], Any] = copy.deepcopy) -> Any:
     """Return a copy of an object of the user, which the run may change.
 
     Raises:
         ConfigError: with `key` and `remedy`, if it cannot be copied.
     """
     try:
-        return copy(value)
+        return make(value)
     except Exception as error:  # of any type: it holds a file or a lock, for example
         raise ConfigError(key, name_of(value), f"it cannot be copied: {described(error)}", remedy) from error
 

@@ -48,12 +48,8 @@ def refusal(error: BaseException) -> tuple[str, Any, str, str] | None:
         return "parallel.find_unused", "auto", why, "parallel.find_unused=false, or checkpoint(…, use_reentrant=False)"
     if "mixed torch.Tensor and DTensor" in str(error):
         why = "the code reads a parameter that FSDP has divided, outside of the forward pass of the module that has it"
-        return (
-            "parallel",
-            "fsdp",
-            why,
-            "read it by its name (model.head.weight) or in model.parameters(), or parallel=ddp",
-        )
+        remedy = "read it by its name (model.head.weight) or in model.parameters(), or parallel=ddp"
+        return "parallel", "fsdp", why, remedy
     if "fsdp::chunk_cat" in str(error):
         return "parallel", "fsdp", "FSDP takes no sparse gradients", "parallel=ddp, or leave out Embedding(sparse=True)"
     if isinstance(error, IndexError) and (target := re.fullmatch(r"Target (-?\d+) is out of bounds\.", str(error))):

@@ -246,10 +246,7 @@ def _judge(rows: Sequence[Row]) -> tuple[Verdict, str]:
     if Verdict.UNJUDGED not in verdicts:
         return Verdict.SAME, ""
     if all(row.exact is None for row in rows):
-        return (
-            Verdict.UNJUDGED,
-            "nothing was computed in float64, which tells rounding apart; try device=cpu",
-        )
+        return Verdict.UNJUDGED, "nothing was computed in float64, which tells rounding apart; try device=cpu"
     why = "with precision=64, something here computes in fewer than 64 bits"
     why += ", and rounding cannot be told apart from a mistake"
     return Verdict.UNJUDGED, f"{why}. Use the dtype of the inputs in the model and the loss: x.to(other.dtype)"

@@ -18,8 +18,6 @@ from torch.utils.data import default_collate
 import runner
 from runner.config import user_code
 from runner.seeds import derive
-from runner.storage import checkpoint as stored
-from runner.storage.run_directory import step_name
 from runner.system.trees import call, map_tensors
 
 STEPS, BATCH = 4, 12
@@ -141,7 +139,7 @@ def test_numbers_that_are_no_float32_are_those_of_a_plain_loop(name, form, mode,
         optimizer.step()
     got, wanted = (
         map_tensors(lambda each: torch.view_as_real(each) if each.is_complex() else each, dict(weights))
-        for weights in (stored.load(tmp_path / "checkpoints" / step_name(STEPS)).tensors, model.state_dict())
+        for weights in (weights_at(tmp_path, STEPS), model.state_dict())
     )
     assert largest_difference(got, wanted) < (1e-13 if is_double else 1e-6)
     with torch.no_grad():
