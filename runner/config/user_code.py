@@ -51,10 +51,14 @@ class File(NamedTuple):
 
 @dataclass(frozen=True)
 class UserCode:
-    """The code that is given: `objects` by part (see `PARTS`), `files` by config group; `workload` has all parts."""
+    """The code that is given: `objects` by part (see `PARTS`), `files` by config group; `workload` has all parts.
+
+    `named` are the names in the file of the workload that options use, as `optimizer.name`.
+    """
 
     objects: Mapping[str, Any] = field(default_factory=dict)
     files: Mapping[str, File] = field(default_factory=dict)
+    named: set[str] = field(default_factory=set, compare=False)
 
     def names(self) -> dict[str, str]:
         """Return the names by which configs refer to the code, by part or config group."""
@@ -229,7 +233,7 @@ def find(part: str) -> Any:
         why = f"{shown(file.path)} defines no {name};"
         raise ConfigError(part, file.typed, why, did_you_mean(name, public, f"{part}={shown(file.path)}:"))
     if part not in PARTS:
-        module.__dict__.setdefault("__named__", set()).add(name)
+        _given.named.add(name)
     return getattr(module, name, None)
 
 
@@ -246,8 +250,7 @@ def check_unused(groups: Iterable[str], parts: Collection[str]) -> None:
     others = [part for part in ("loss", "metrics", *STEPS) if part not in parts]
     taken = [name for name in parts if find(name) is not None]
     if (file := _given.files.get("workload")) is not None:
-        values = vars(executed(file.path))
-        values = {name: value for name, value in values.items() if name not in values.get("__named__", ())}
+        values = {name: value for name, value in vars(executed(file.path)).items() if name not in _given.named}
         given = {*values, *_given.objects, *_given.files, *(set(_GROUPS) - set(groups))}
         missing = [part for part in PARTS if part not in given and (part not in others or part in STEPS)]
         check_names(file.path, values["__source__"], values, missing, dict.fromkeys(others, ", ".join(taken)))
